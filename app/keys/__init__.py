@@ -1,0 +1,1 @@
+"""API keys: who calls, and what the caller may do."""
