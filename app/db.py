@@ -1,0 +1,240 @@
+"""The way to PostgreSQL: a pool, transactions, and what a lost connection means to a caller.
+
+It knows no capability. psycopg executes; every connection is in autocommit mode and `begin` speaks BEGIN and
+COMMIT itself, so that a connection found dead before anything was done is replaced without the caller noticing,
+and one lost while committing is told apart (`OutcomeUnknown`) from one lost before (`Unavailable`).
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, LiteralString, TypeVar, cast
+
+import psycopg
+from psycopg import errors as pg
+from psycopg.rows import dict_row
+from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout, TooManyRequests
+
+from app.errors import OutcomeUnknown, Unavailable
+from app.tables import REVISION
+
+log = logging.getLogger("fencepost.db")
+
+Connection = psycopg.AsyncConnection[dict[str, Any]]
+OnConnect = Callable[[Connection], Awaitable[None]]
+Hearer = Callable[[str, dict[str, Any]], None]
+T = TypeVar("T")
+
+ALIVE = "SELECT 1"
+
+READY = """
+SELECT NOT pg_is_in_recovery() AND NOT current_setting('transaction_read_only')::boolean AS writable,
+       EXISTS (SELECT FROM schema_compatibility WHERE revision = %(revision)s) AS revision_ok
+"""
+
+# Classes of SQLSTATE in which the database, not the call, is at fault: nothing was done, and it may be repeated.
+# 25 read-only or aborted, 42 a right revoked or a schema in the middle of change, 53 and 58 resources, 55 locks,
+# 57 operator intervention and time-outs.
+_SICK = ("08", "25", "40", "42", "53", "55", "57", "58", "XX")
+
+
+def unavailable(error: BaseException) -> Unavailable | None:
+    """The refusal that a psycopg error means, or None where the statement itself is to blame."""
+    if isinstance(error, (PoolTimeout, TooManyRequests, PoolClosed)):
+        return Unavailable("No database connection became free in time.")
+    if isinstance(error, psycopg.Error):
+        state = error.sqlstate or "08000" if isinstance(error, psycopg.OperationalError) else error.sqlstate or ""
+        if state[:2] in _SICK:
+            log.warning("database refused: %s %s", state, str(error).splitlines()[0] if str(error) else "")
+            return Unavailable("The database cannot do this now.")
+    if isinstance(error, (OSError, TimeoutError)):
+        return Unavailable("The database cannot be reached.")
+    return None
+
+
+class Tx:
+    """One open transaction. Facts told here are published after the commit, and only then."""
+
+    def __init__(self, connection: Connection, prepare: bool | None) -> None:
+        self._connection = connection
+        self._prepare = prepare
+        self.facts: list[tuple[str, dict[str, Any]]] = []
+
+    async def rows(self, sql: str, params: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        cursor = await self._connection.execute(cast(LiteralString, sql), params, prepare=self._prepare)
+        return await cursor.fetchall()
+
+    async def row(self, sql: str, params: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+        cursor = await self._connection.execute(cast(LiteralString, sql), params, prepare=self._prepare)
+        return await cursor.fetchone()
+
+    async def run(self, sql: str, params: Mapping[str, Any] | None = None) -> int:
+        """The number of rows changed: the verdict of a guarded statement."""
+        cursor = await self._connection.execute(cast(LiteralString, sql), params, prepare=self._prepare)
+        return cursor.rowcount
+
+    @contextlib.asynccontextmanager
+    async def savepoint(self) -> AsyncIterator[None]:
+        async with self._connection.transaction():
+            yield
+
+    def tell(self, fact: str, **facts: Any) -> None:
+        self.facts.append((fact, facts))
+
+
+class Database:
+    """A pool on one URL. `on_connect` sees each new connection before it serves; `hearers` get committed facts."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        pool_size: int = 10,
+        statement_timeout: float = 5.0,
+        prepared: bool = True,
+        on_connect: Sequence[OnConnect] = (),
+    ) -> None:
+        self.url = url
+        self.hearers: list[Hearer] = []
+        self._pool_size = pool_size
+        self._prepare = None if prepared else False
+        self._on_connect = on_connect
+        self._begin = "BEGIN"
+        kwargs: dict[str, Any] = {
+            "autocommit": True,
+            "row_factory": dict_row,
+            "prepare_threshold": 5 if prepared else None,
+            "connect_timeout": 3,
+            "keepalives_idle": 5,
+            "keepalives_interval": 2,
+            "keepalives_count": 3,
+            "tcp_user_timeout": 10_000,
+            "application_name": "fencepost",
+        }
+        timeouts = {
+            "statement_timeout": f"{int(statement_timeout * 1000)}ms",
+            "lock_timeout": "1s",
+            "idle_in_transaction_session_timeout": "10s",
+        }
+        if prepared:
+            kwargs["options"] = " ".join(f"-c {name}={value}" for name, value in timeouts.items())
+        else:
+            # Behind a pooler neither start-up options nor SET hold; SET LOCAL goes with the transaction.
+            self._begin = "; ".join(["BEGIN", *(f"SET LOCAL {name} = '{value}'" for name, value in timeouts.items())])
+        self._answer_within = statement_timeout + 2.0
+        self._pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
+            url,
+            connection_class=cast(type[Connection], psycopg.AsyncConnection),
+            kwargs=kwargs,
+            min_size=1,
+            max_size=pool_size,
+            timeout=2.0,
+            open=False,
+            configure=self._configure,
+            reconnect_timeout=10.0,
+            name="fencepost",
+        )
+
+    async def _configure(self, connection: Connection) -> None:
+        for look in self._on_connect:
+            await look(connection)
+
+    async def open(self) -> None:
+        """Start the pool. Does not wait for the database: an instance may start before it and serve 503 until then."""
+        await self._pool.open(wait=False)
+
+    async def close(self) -> None:
+        await self._pool.close(timeout=2.0)
+
+    def pool_stats(self) -> dict[str, int]:
+        return self._pool.get_stats()
+
+    @contextlib.asynccontextmanager
+    async def begin(self) -> AsyncIterator[Tx]:
+        """A transaction: committed when the block ends well, rolled back when it raises.
+
+        Raises Unavailable (nothing done) and OutcomeUnknown (lost in the COMMIT). An error that the statement itself
+        deserves (a unique violation, a check) passes through as psycopg raised it.
+        """
+        try:
+            connection = await self._connection_in_transaction()
+        except (psycopg.Error, PoolTimeout, TooManyRequests, PoolClosed, OSError) as error:
+            raise unavailable(error) or error from error
+        tx = Tx(connection, self._prepare)
+        try:
+            try:
+                # A frozen server answers neither the statement nor its time-out: the deadline is ours.
+                async with asyncio.timeout(self._answer_within):
+                    yield tx
+            except BaseException as error:
+                await self._roll_back(connection)
+                refusal = unavailable(error) if isinstance(error, Exception) else None
+                if refusal is not None:
+                    raise refusal from error
+                raise
+            try:
+                async with asyncio.timeout(self._answer_within):
+                    await connection.execute("COMMIT")
+            except BaseException as error:
+                await connection.close()
+                if isinstance(error, psycopg.Error) and error.sqlstate and error.sqlstate[:2] in ("23", "40"):
+                    raise Unavailable("The database refused the commit; nothing was done.") from error
+                if isinstance(error, (psycopg.Error, OSError, TimeoutError)):
+                    raise OutcomeUnknown(
+                        "The connection was lost while committing: this may or may not have happened. "
+                        "Repeat the same call with the same keys."
+                    ) from error
+                raise
+        finally:
+            await self._pool.putconn(connection)
+        for fact, facts in tx.facts:
+            for hear in self.hearers:
+                hear(fact, facts)
+
+    async def _connection_in_transaction(self) -> Connection:
+        # After a restart of the server every pooled connection is dead; nothing was done on them, so each is replaced
+        # here until one answers.
+        for attempt in range(self._pool_size + 2):
+            connection = await self._pool.getconn()
+            try:
+                async with asyncio.timeout(self._answer_within):
+                    await connection.execute(cast(LiteralString, self._begin))
+            except BaseException as error:
+                await connection.close()
+                await self._pool.putconn(connection)
+                if not isinstance(error, (psycopg.OperationalError, TimeoutError)) or attempt > self._pool_size:
+                    raise
+                if isinstance(error, TimeoutError):
+                    raise
+                continue
+            return connection
+        raise PoolTimeout("no live connection")
+
+    @staticmethod
+    async def _roll_back(connection: Connection) -> None:
+        try:
+            async with asyncio.timeout(2.0):
+                if connection.info.transaction_status != psycopg.pq.TransactionStatus.UNKNOWN:
+                    await connection.execute("ROLLBACK")
+        except BaseException:
+            await connection.close()
+
+    async def again(self, act: Callable[[Tx], Awaitable[T]]) -> T:
+        """Run `act` in a transaction; a deadlock or serialisation failure is tried anew, three times in all."""
+        for attempt in range(3):
+            try:
+                async with self.begin() as tx:
+                    return await act(tx)
+            except Unavailable as refusal:
+                cause = refusal.__cause__
+                if attempt == 2 or not isinstance(cause, (pg.DeadlockDetected, pg.SerializationFailure)):
+                    raise
+                await asyncio.sleep(0.01 * (attempt + 1))
+        raise AssertionError("unreachable")
+
+    async def ping(self) -> dict[str, bool]:
+        """Whether the database takes writes and serves this build's schema. Raises Unavailable."""
+        async with self.begin() as tx:
+            row = await tx.row(READY, {"revision": REVISION})
+        return {"writable": bool(row and row["writable"]), "revision_ok": bool(row and row["revision_ok"])}

@@ -1,0 +1,292 @@
+"""The producer's and the operator's side: enqueue, get, search, cancel, requeue, resolve."""
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import UUID
+
+from psycopg import errors as pg
+
+from app.audit.record import record
+from app.db import Database, Tx
+from app.errors import (
+    FenceMoved,
+    IdempotencyMismatch,
+    InvalidInput,
+    JobNotFound,
+    MoveRefused,
+    Refusal,
+    Unavailable,
+    UniqueKeyHeld,
+)
+from app.jobs import sql
+from app.jobs.model import NewJob, Status, new_id
+
+MAX_AHEAD_SECONDS = 366 * 86400.0
+
+
+async def enqueue(tx: Tx, jobs: Sequence[NewJob]) -> list[dict[str, Any] | Refusal]:
+    """Enqueue all; each answer is the row with `deduplicated`, or the refusal of that item.
+
+    Never a success without a job: where a key is held, the holder is read in a second statement, and where it is
+    gone meanwhile the insert is tried again (three times, then Unavailable).
+    """
+    ids = [new_id() for _ in jobs]
+    await _check_instants(tx, jobs)
+    answers: dict[int, dict[str, Any] | Refusal] = {}
+    # In key order, so that two batches with the same keys wait for each other in one direction only. Ids are made in
+    # the order of the items, which keeps first in first out within a batch.
+    left = sorted(range(len(jobs)), key=lambda i: (jobs[i].queue, jobs[i].idempotency_key or "", jobs[i].unique_key or ""))
+    for _ in range(3):
+        rows = {row["id"]: row for row in await tx.rows(sql.ENQUEUE, _columns([(ids[i], jobs[i]) for i in left]))}
+        for index in left:
+            if ids[index] in rows:
+                answers[index] = {**rows[ids[index]], "deduplicated": False}
+        left = [index for index in left if index not in answers]
+        _tell(tx, list(rows.values()))
+        if not left:
+            return [answers[index] for index in range(len(jobs))]
+        held: dict[int, dict[str, Any]] = {}
+        for row in await tx.rows(
+            sql.HOLDERS,
+            {
+                "queues": [jobs[i].queue for i in left],
+                "unique_keys": [jobs[i].unique_key for i in left],
+                "idempotency_keys": [jobs[i].idempotency_key for i in left],
+            },
+        ):
+            # The idempotency key comes first in the statement and decides over the unique key.
+            held.setdefault(left[row["n"] - 1], row)
+        for index, row in held.items():
+            answers[index] = _held(jobs[index], row)
+        left = [index for index in left if index not in answers]
+        if not left:
+            return [answers[index] for index in range(len(jobs))]
+    raise Unavailable("The holder of a key came and went while this was enqueued; try again.")
+
+
+def _held(job: NewJob, row: dict[str, Any]) -> dict[str, Any] | Refusal:
+    if row["held_by"] == "idempotency":
+        if bytes(row["content_sha256"] or b"") != (job.content_sha256 or b""):
+            return IdempotencyMismatch(
+                "This idempotency key was used before with other content.",
+                holder_id=str(row["id"]),
+                idempotency_key=job.idempotency_key,
+            )
+    elif job.reject_conflict:
+        return UniqueKeyHeld(
+            f"A live job of queue {job.queue!r} holds this unique key.",
+            holder_id=str(row["id"]),
+            unique_key=job.unique_key,
+            status=row["status"],
+        )
+    return {**row, "deduplicated": True}
+
+
+def _columns(jobs: Sequence[tuple[UUID, NewJob]]) -> dict[str, Any]:
+    return {
+        "ids": [job_id for job_id, _ in jobs],
+        "queues": [job.queue for _, job in jobs],
+        "kinds": [job.kind for _, job in jobs],
+        "payloads": [job.payload for _, job in jobs],
+        "priorities": [job.priority for _, job in jobs],
+        "available_ats": [job.available_at for _, job in jobs],
+        "delays": [job.delay_seconds for _, job in jobs],
+        "max_attempts": [job.max_attempts for _, job in jobs],
+        "max_reclaims": [job.max_reclaims for _, job in jobs],
+        "recovery_policies": [job.recovery_policy for _, job in jobs],
+        "leases": [job.lease_seconds for _, job in jobs],
+        "max_runs": [job.max_run_seconds for _, job in jobs],
+        "bases": [job.backoff_base_seconds for _, job in jobs],
+        "caps": [job.backoff_cap_seconds for _, job in jobs],
+        "unique_keys": [job.unique_key for _, job in jobs],
+        "idempotency_keys": [job.idempotency_key for _, job in jobs],
+        "digests": [job.content_sha256 for _, job in jobs],
+        "traceparents": [job.traceparent for _, job in jobs],
+        "schedules": [job.schedule for _, job in jobs],
+        "slots": [job.slot_at for _, job in jobs],
+    }
+
+
+async def _check_instants(tx: Tx, jobs: Sequence[NewJob]) -> None:
+    """`available_at` is at most 366 days ahead by the database's clock; only asked where one is given."""
+    if all(job.available_at is None for job in jobs):
+        return
+    row = await tx.row(sql.NOW)
+    assert row is not None
+    too_far = [
+        index
+        for index, job in enumerate(jobs)
+        if job.available_at is not None and (job.available_at - row["now"]).total_seconds() > MAX_AHEAD_SECONDS
+    ]
+    if too_far:
+        place = "body.available_at" if len(jobs) == 1 else "body.jobs[{}].available_at"
+        raise InvalidInput(
+            [{"place": place.format(index), "message": "must be at most 366 days ahead"} for index in too_far]
+        )
+
+
+def _tell(tx: Tx, rows: Sequence[dict[str, Any]]) -> None:
+    due: dict[str, int] = {}
+    later: dict[str, float] = {}
+    for row in rows:
+        if row["due"]:
+            due[row["queue"]] = due.get(row["queue"], 0) + 1
+        else:
+            later[row["queue"]] = min(row["wait"], later.get(row["queue"], row["wait"]))
+    for queue, count in due.items():
+        tx.tell("claimable", queue=queue, count=count)
+    for queue, wait in later.items():
+        tx.tell("due_later", queue=queue, wait=wait)
+    if rows:
+        tx.tell("enqueue", count=len(rows))
+
+
+async def get(tx: Tx, job_id: UUID) -> dict[str, Any]:
+    row = await tx.row(sql.GET, {"id": job_id})
+    if row is None:
+        raise JobNotFound(job_id)
+    return row
+
+
+async def search(tx: Tx, filters: dict[str, Any]) -> list[dict[str, Any]]:
+    return await tx.rows(*sql.search(filters))
+
+
+async def attempts(tx: Tx, job_id: UUID, *, after: int, limit: int) -> list[dict[str, Any]]:
+    if await tx.row(sql.EXISTS, {"id": job_id}) is None:
+        raise JobNotFound(job_id)
+    return await tx.rows(sql.ATTEMPTS, {"id": job_id, "after": after, "limit": limit})
+
+
+async def cancel(
+    tx: Tx, job_id: UUID, *, actor: str, reason: str | None, force: bool, expected_fence: int | None
+) -> dict[str, Any]:
+    """Cancel, or ask a processing job's worker to stop (`cancel_requested`); a cancelled job stays as it is."""
+    row = await tx.row(
+        sql.CANCEL, {"id": job_id, "reason": reason, "force": force, "expected_fence": expected_fence}
+    )
+    if row is None:
+        return await _explain_refusal(tx, job_id, "cancel", expected_fence, unchanged={Status.CANCELLED})
+    await _audit(tx, actor, "cancel", row, reason, force=force)
+    tx.tell("cancel")
+    if row["status"] == Status.CANCELLED and row["was"] == Status.PROCESSING:
+        tx.tell("claimable", queue=row["queue"], count=1)
+    return row
+
+
+async def requeue(
+    db: Database,
+    job_id: UUID,
+    *,
+    actor: str,
+    reason: str | None,
+    extra_attempts: int,
+    force: bool,
+    from_done: bool,
+    expected_fence: int | None,
+) -> dict[str, Any]:
+    """Bring a job back, due at once. Raises UniqueKeyHeld naming the newer job that holds its key."""
+    params = {
+        "id": job_id,
+        "reason": reason,
+        "extra_attempts": extra_attempts,
+        "force": force,
+        "from_done": from_done,
+        "expected_fence": expected_fence,
+    }
+    for _ in range(3):
+        try:
+            async with db.begin() as tx:
+                row = await tx.row(sql.REQUEUE, params)
+                if row is None:
+                    return await _explain_refusal(tx, job_id, "requeue", expected_fence, unchanged={Status.QUEUED})
+                await _audit(tx, actor, "requeue", row, reason, force=force, from_done=from_done)
+                tx.tell("requeue")
+                tx.tell("claimable", queue=row["queue"], count=1)
+                return row
+        except pg.UniqueViolation:
+            async with db.begin() as tx:
+                holder = await tx.row(sql.HOLDER_OF_KEY, {"id": job_id})
+            if holder is not None:
+                raise UniqueKeyHeld(
+                    f"Job {holder['id']} holds the unique key of this job; cancel it or let it end first.",
+                    holder_id=str(holder["id"]),
+                    job_id=str(job_id),
+                    unique_key=holder["unique_key"],
+                ) from None
+    raise Unavailable("The holder of the unique key came and went; try again.")
+
+
+async def resolve(
+    tx: Tx,
+    job_id: UUID,
+    *,
+    actor: str,
+    outcome: str,
+    result: str | None,
+    note: str | None,
+    accept_late_result: bool,
+    expected_fence: int | None,
+) -> dict[str, Any]:
+    """A person's verdict on a job in manual review; with `accept_late_result` also on one queued again or failed."""
+    before = await tx.row(sql.GET, {"id": job_id})
+    row = await tx.row(
+        sql.RESOLVE,
+        {
+            "id": job_id,
+            "outcome": outcome,
+            "result": result,
+            "note": note,
+            "accept_late": accept_late_result,
+            "expected_fence": expected_fence,
+        },
+    )
+    if row is None:
+        if accept_late_result and before is not None and before["late_fence"] is None:
+            raise MoveRefused(
+                f"Job {job_id} has no late result to accept.", job_id=str(job_id), status=before["status"]
+            )
+        return await _explain_refusal(tx, job_id, "resolve", expected_fence, unchanged=set())
+    await tx.run(sql.DROP_LATE_RESULT, {"id": job_id})
+    row["was"] = before["status"] if before else None
+    await _audit(tx, actor, "resolve", row, note, outcome=outcome, accept_late_result=accept_late_result)
+    tx.tell("resolve")
+    return row
+
+
+async def _audit(tx: Tx, actor: str, action: str, row: dict[str, Any], reason: str | None, **how: Any) -> None:
+    await record(
+        tx,
+        actor=actor,
+        action=f"job.{action}",
+        target=str(row["id"]),
+        reason=reason,
+        before={"status": row["was"]},
+        after={"status": row["status"], "cancel_requested": row["cancel_requested"], "fence": row["fence"], **how},
+    )
+
+
+async def _explain_refusal(
+    tx: Tx, job_id: UUID, event: str, expected_fence: int | None, *, unchanged: set[Status]
+) -> dict[str, Any]:
+    """A repeat that changed nothing answers the job; anything else says what the job is now."""
+    row = await tx.row(sql.GET, {"id": job_id})
+    if row is None:
+        raise JobNotFound(job_id)
+    if expected_fence is not None and row["fence"] != expected_fence:
+        raise FenceMoved(
+            f"The fence of job {job_id} is {row['fence']}, not {expected_fence}: it was claimed since you looked.",
+            job_id=str(job_id),
+            fence=row["fence"],
+            expected_fence=expected_fence,
+            status=row["status"],
+        )
+    if row["status"] in unchanged:
+        return row
+    raise MoveRefused(
+        f"{event} is not possible: job {job_id} is {row['status']}.",
+        job_id=str(job_id),
+        event=event,
+        status=row["status"],
+        fence=row["fence"],
+    )
