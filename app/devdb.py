@@ -159,6 +159,20 @@ def _die_with(parent: int, death: signal.Signals) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def follow(parent: int, death: signal.Signals) -> None:
+    """From now on this process is sent `death` when its parent ends, however that ends."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), death)
+
+    if LINUX:
+        _die_with(parent, death)
+    else:
+        threading.Thread(target=watch, daemon=True).start()
+
+
 def socket_folder(data_dir: Path) -> Path:
     """Derived from the data folder alone, so that every instance agrees (hence no TMPDIR)."""
     folder = data_dir.resolve() / "database"
@@ -372,22 +386,13 @@ def main() -> None:
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, end)
-    if LINUX:
-        _die_with(given.parent, signal.SIGTERM)
-    else:
-        threading.Thread(target=_watch, args=(given.parent,), daemon=True).start()
+    follow(given.parent, signal.SIGTERM)
     try:
         keep(given.data_dir, given.pg_bin)
     except NoDatabase as problem:
         sys.exit(str(problem))
     except OSError as problem:
         sys.exit(f"The embedded database cannot use {given.data_dir}: {problem}")
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,144 @@
+"""The verbs of `./fencepost`. Options go before the environment. What a verb needs is imported when it runs."""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from pydantic import ValidationError
+
+from app.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+cli = typer.Typer(
+    name="fencepost",
+    help="Fencepost, an HTTP job-control service on PostgreSQL.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+epoch = typer.Typer(help="The fence's epoch: grows when the database is another than it was.", no_args_is_help=True)
+cli.add_typer(epoch, name="epoch")
+
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder of the embedded database.")]
+
+
+def settings_with(**options: Any) -> Settings:
+    """The settings of the environment, under the options that were given."""
+    try:
+        settings = Settings(**{name: value for name, value in options.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        fail(f"FENCEPOST_{'_'.join(map(str, first['loc'])).upper()}: {first['msg']}", 2)
+    if "data_dir" not in settings.model_fields_set:
+        # Beside the checkout, from wherever it is called: another folder would be another database.
+        return settings.model_copy(update={"data_dir": ROOT / ".fencepost"})
+    return settings
+
+
+def fail(text: str, code: int = 1) -> NoReturn:
+    typer.echo(f"fencepost: {text}", err=True)
+    raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    from app.serving import CannotStart
+
+    try:
+        yield
+    except CannotStart as problem:
+        fail(str(problem))
+
+
+@cli.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one. [8080]")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that answer. [1]")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Start the service (and, without FENCEPOST_DATABASE_URL, its own database)."""
+    settings = settings_with(host=host, port=port, workers=workers, data_dir=data_dir)
+    with starting():
+        from app import serving
+
+        serving.serve(settings)
+
+
+@cli.command()
+def migrate(data_dir: DataDir = None) -> None:
+    """Bring the database to this build's schema."""
+    settings = settings_with(data_dir=data_dir)
+    with starting():
+        from app import serving
+
+        with serving.database(settings) as found:
+            typer.echo(f"fencepost: {serving.named(found.database_url or '')} has this build's schema")
+
+
+@cli.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def test(context: typer.Context) -> None:
+    """Run the tests; further words go to pytest."""
+    os.chdir(ROOT)
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *context.args])
+
+
+@cli.command()
+def openapi() -> None:
+    """Print the OpenAPI document."""
+    from app.main import create_app
+
+    typer.echo(json.dumps(create_app(settings_with()).openapi(), indent=2, ensure_ascii=False))
+
+
+@cli.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def demo(context: typer.Context) -> None:
+    """A told story in under a minute: real work, a kill -9, a reclaim, a refused late completion."""
+    from app.demo import run
+
+    raise typer.Exit(run(context.args) or 0)
+
+
+@epoch.command("bump")
+def epoch_bump(
+    restored: Annotated[bool, typer.Option("--restored", help="The database was restored from a backup.")] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Raise every later fence above all earlier ones; with --restored also take back every processing job."""
+    settings = settings_with(data_dir=data_dir)
+    with starting():
+        from app import serving
+
+        with serving.database(settings) as found:
+            asyncio.run(_bump(found, restored))
+
+
+async def _bump(settings: Settings, restored: bool) -> None:
+    from app.db import Database
+    from app.jobs import lease
+
+    database = Database(
+        settings.database_url or "",
+        pool_size=1,
+        statement_timeout=60.0,
+        prepared=settings.prepared_statements,
+        test_clock=settings.test_clock,
+    )
+    await database.open()
+    try:
+        async with database.begin() as tx:
+            typer.echo(f"fencepost: {await lease.epoch_bump(tx, restored=restored)}")
+    finally:
+        await database.close()
+
+
+def main() -> None:
+    cli(prog_name="fencepost")

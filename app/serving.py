@@ -1,0 +1,266 @@
+"""Run the service: database first, then its schema, then the door. It ends with one line on stderr, not a traceback.
+
+What must hold here: the port is bound before the database is touched (a busy port is told at once) but listens only
+when all is ready; nothing listens beyond loopback without a key; a second SIGTERM does no harm.
+"""
+
+import asyncio
+import ipaddress
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import psycopg
+import sqlalchemy.exc
+import uvicorn
+from uvicorn.config import STARTUP_FAILURE
+from uvicorn.supervisors import Multiprocess
+
+from app import devdb, main
+from app.migrations import SchemaAhead, upgrade
+from app.settings import Settings
+
+START_PATIENCE = 30.0
+"""Seconds that a database which does not answer is waited for at start."""
+
+
+class CannotStart(Exception):
+    """Why, in one line, and what to do about it."""
+
+
+def serve(settings: Settings) -> None:
+    """Serve until SIGTERM or Ctrl-C. Raises CannotStart."""
+    _on_signals(_leave)
+    listener, loopback = bind(settings.host, settings.port)
+    host, port = listener.getsockname()[:2]
+    with database(settings) as settings:
+        check_clock(settings)
+        if not loopback:
+            check_key(settings)
+        settings = settings.model_copy(update={"port": port})
+        try:
+            listener.listen(2048)
+        except OSError as error:
+            raise CannotStart(f"port {port} is in use: {error.strerror}.") from None
+        where = f"[{host}]" if ":" in host else host
+        line = f"fencepost: ready on http://{where}:{port} (docs at /docs, {_described(settings)})"
+
+        def announce() -> None:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+        # uvicorn raises the signal again when it is done; from now on it only means that we are ending.
+        _on_signals(lambda number, frame: None)
+        if settings.workers > 1:
+            _run_many(settings, listener, announce)
+        else:
+            _Server(_configuration(settings, lambda: application(settings)), announce).run(sockets=[listener])
+
+
+def bind(host: str, port: int) -> tuple[socket.socket, bool]:
+    """A bound socket that does not listen yet, and whether it is loopback's."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise CannotStart(f"--host {host} is no address of this machine: {error.strerror}.") from None
+    family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.set_inheritable(True)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        raise CannotStart(f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port.") from None
+    return listener, ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback
+
+
+@contextmanager
+def database(settings: Settings) -> Iterator[Settings]:
+    """The settings with a `database_url` that answers and has this build's schema; the embedded one while inside."""
+    keeper = None
+    if settings.database_url is None:
+        try:
+            keeper = devdb.Keeper(settings.data_dir, settings.pg_bin)
+            keeper.start()
+        except devdb.NoDatabase as problem:
+            if keeper is not None:
+                keeper.stop()
+            raise CannotStart(str(problem)) from None
+        settings = settings.model_copy(update={"database_url": keeper.url})
+    try:
+        url = settings.direct_url or settings.database_url or ""
+        wait_for_database(url)
+        try:
+            upgrade(url)
+        except SchemaAhead as problem:
+            raise CannotStart(str(problem)) from None
+        except (psycopg.Error, sqlalchemy.exc.SQLAlchemyError) as error:
+            raise CannotStart(f"cannot migrate the database {named(url)}: {_first_line(error)}") from None
+        yield settings
+    finally:
+        if keeper is not None:
+            keeper.stop()
+
+
+def wait_for_database(url: str, patience: float = START_PATIENCE) -> None:
+    """Return when it answers; raise CannotStart when it does not within `patience` seconds."""
+    deadline, told = time.monotonic() + patience, False
+    while True:
+        try:
+            psycopg.connect(url, connect_timeout=5).close()
+            return
+        except psycopg.ProgrammingError as error:
+            raise CannotStart(f"FENCEPOST_DATABASE_URL is no PostgreSQL address: {_first_line(error)}") from None
+        except psycopg.OperationalError as error:
+            if time.monotonic() > deadline:
+                raise CannotStart(f"the database {named(url)} does not answer: {_first_line(error)}") from None
+            if not told:
+                told = True
+                sys.stderr.write(f"fencepost: waiting for the database {named(url)}: {_first_line(error)}\n")
+            time.sleep(min(0.5, patience))
+
+
+def check_clock(settings: Settings) -> None:
+    """A pretended clock left over from a test would stop all leases."""
+    with psycopg.connect(settings.database_url or "", prepare_threshold=None) as connection:
+        row = connection.execute("SELECT current_setting('fencepost.now', true)").fetchone()
+    if row and row[0] and not settings.test_clock:
+        raise CannotStart(
+            f"the database pretends that it is {row[0]}: fencepost.now is set for it or for our role. "
+            "ALTER DATABASE (or ROLE) ... RESET fencepost.now, or set FENCEPOST_TEST_CLOCK=true in a test."
+        )
+
+
+def check_key(settings: Settings) -> None:
+    """Beyond loopback a key is always asked, so there must be one."""
+    if settings.admin_key is not None:
+        return
+    with psycopg.connect(settings.database_url or "", prepare_threshold=None) as connection:
+        row = connection.execute("SELECT EXISTS (SELECT FROM api_keys)").fetchone()
+    if not (row and row[0]):
+        raise CannotStart(
+            f"--host {settings.host} is reachable by others and there is no API key yet. Set FENCEPOST_ADMIN_KEY to a "
+            "long secret (it becomes the first key, of scope admin), or listen on 127.0.0.1."
+        )
+
+
+def application(settings: Settings) -> Any:
+    """The application, told of the end as soon as the signal comes: uvicorn itself tells it only when the last call
+    has been answered, and a long-poll would hold that up. It is told by `app.state.drain()`, if it has one.
+    """
+    app = main.create_app(settings)
+    drain: Callable[[], None] | None = getattr(app.state, "drain", None)
+    if drain is not None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            _chain(number, lambda: loop.call_soon_threadsafe(drain))
+    return app
+
+
+def worker() -> Any:
+    """The application in one of several processes, which end with their parent."""
+    devdb.follow(os.getppid(), signal.SIGTERM)
+    return application(Settings())
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
+        super().__init__(config)
+        self.announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and not self.should_exit:
+            self.announce()
+
+
+class _Workers(Multiprocess):
+    announce: Callable[[], None]
+
+    def init_processes(self) -> None:
+        super().init_processes()
+        while not self.should_exit.is_set():
+            self.handle_signals()
+            if all(process.is_ready(timeout=1) for process in self.processes):
+                self.announce()
+                return
+            if any(process.exitcode is not None for process in self.processes):
+                return
+            time.sleep(0.05)
+
+
+def _run_many(settings: Settings, listener: socket.socket, announce: Callable[[], None]) -> None:
+    # A worker builds its settings from the environment.
+    values = {"HOST": settings.host, "PORT": settings.port, "DATABASE_URL": settings.database_url}
+    os.environ.update({f"FENCEPOST_{name}": str(value) for name, value in values.items()})
+    workers = _Workers(_configuration(settings, "app.serving:worker"), sockets=[listener])
+    workers.announce = announce
+    workers.run()
+    if any(process.exitcode == STARTUP_FAILURE for process in workers.processes):
+        raise CannotStart("a worker process failed to start; see above.")
+
+
+def _configuration(settings: Settings, factory: str | Callable[[], Any]) -> uvicorn.Config:
+    return uvicorn.Config(
+        factory,
+        factory=True,
+        lifespan="on",
+        workers=settings.workers,
+        ws="none",
+        backlog=2048,
+        timeout_keep_alive=75,
+        # The rest of the grace is for the end of the lifespan and of the embedded database.
+        timeout_graceful_shutdown=max(1, round(settings.shutdown_grace_seconds * 0.8)),
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        log_config=None,
+        log_level="warning",
+    )
+
+
+def _chain(number: signal.Signals, then: Callable[[], object]) -> None:
+    before = signal.getsignal(number)
+
+    def both(got: int, frame: FrameType | None) -> None:
+        then()
+        if callable(before):
+            before(got, frame)
+
+    signal.signal(number, both)
+
+
+def _on_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    _on_signals(lambda number, frame: None)
+    raise SystemExit(0)
+
+
+def named(url: str) -> str:
+    """An address without its password, for messages."""
+    try:
+        parts = psycopg.conninfo.conninfo_to_dict(url)
+    except psycopg.ProgrammingError:
+        return "(unreadable address)"
+    return f"{parts.get('dbname', '')} at {parts.get('host', 'localhost')}:{parts.get('port', 5432)}"
+
+
+def _described(settings: Settings) -> str:
+    url = settings.database_url or ""
+    if url == devdb.url_of(settings.data_dir):
+        return f"data in {settings.data_dir.resolve()}"
+    return f"database {named(url)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
