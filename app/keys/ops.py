@@ -136,7 +136,7 @@ class KeyRing:
     def check(self, authorization: str | None) -> Caller:
         """The caller behind an Authorization header. Raises KeyRejected, and Unavailable while keys cannot be read.
 
-        All secrets are looked up by their SHA-256: how long that takes tells nothing about a secret of 128 bits or more.
+        Secrets are looked up by their SHA-256: how long that takes tells nothing about a secret of 128 bits.
         """
         if self._read_at is None or time.monotonic() - self._read_at > STALE_SECONDS:
             raise Unavailable("The keys cannot be read now.")

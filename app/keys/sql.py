@@ -1,8 +1,9 @@
 """Every statement on API keys."""
 
 LIVE = """
-SELECT id, name, secret_sha256, scopes, queues, expires_at,
-       extract(epoch FROM expires_at - fencepost_now())::double precision AS expires_in
+SELECT id, name, secret_sha256, scopes, queues,
+       CASE WHEN isfinite(expires_at)
+            THEN extract(epoch FROM expires_at - fencepost_now())::double precision END AS expires_in
   FROM api_keys
  WHERE revoked_at IS NULL
    AND (expires_at IS NULL OR expires_at > fencepost_now())

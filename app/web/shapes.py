@@ -25,12 +25,14 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
-from app.web.jsontext import NULL, RawJson
+from app.web.jsontext import NULL, RawJson, clean
 
 __all__ = [
     "DAY",
     "NULL",
     "Answered",
+    "ErrorMessage",
+    "ErrorType",
     "Id",
     "Instant",
     "Int32",
@@ -41,6 +43,7 @@ __all__ = [
     "Payload",
     "Progress",
     "RawJson",
+    "Reason",
     "Result",
     "Seconds",
     "Strict",
@@ -105,6 +108,39 @@ JsonText = RawJson
 Payload = Annotated[RawJson, JsonLimit(PAYLOAD_BYTES, "What the job is to be run with.")]
 Result = Annotated[RawJson, JsonLimit(PAYLOAD_BYTES, "What the job came to.")]
 Progress = Annotated[RawJson, JsonLimit(PROGRESS_BYTES, "How far the attempt has come.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Text that is cut, never refused: at `characters`, or at `size` bytes of UTF-8, and never within a character."""
+
+    characters: int | None = None
+    size: int | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.check)
+
+    def check(self, value: Any) -> str:
+        if not isinstance(value, str):
+            raise _refusal("string_type", "text is needed")
+        text = clean(value)
+        if self.characters is not None:
+            text = text[: self.characters]
+        if self.size is not None and len(text) * 4 > self.size:
+            text = text.encode("utf-8")[: self.size].decode("utf-8", "ignore")
+        return text
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        most = f"{self.characters} characters" if self.characters is not None else f"{self.size} bytes of UTF-8"
+        return {"type": "string", "description": f"Cut at {most}; characters that cannot be stored are replaced."}
+
+
+ErrorType = Annotated[str, Cut(characters=200)]
+ErrorMessage = Annotated[str, Cut(size=16 * 1024)]
+Reason = Annotated[str, Cut(size=16 * 1024)]
+"""Why somebody did something: of a release, or of an operator."""
 
 
 @dataclass(frozen=True, slots=True)
