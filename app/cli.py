@@ -130,7 +130,6 @@ async def _bump(settings: Settings, restored: bool) -> None:
         pool_size=1,
         statement_timeout=60.0,
         prepared=settings.prepared_statements,
-        test_clock=settings.test_clock,
     )
     await database.open()
     try:

@@ -60,10 +60,10 @@ def database_url(server_url, template):
 
 @pytest_asyncio.fixture
 async def db(database_url):
-    """An opened app.db.Database on it, with the pretended clock allowed."""
+    """An opened app.db.Database on it."""
     from app.db import Database
 
-    database = Database(database_url, pool_size=5, statement_timeout=10.0, prepared=True, test_clock=True)
+    database = Database(database_url, pool_size=5, statement_timeout=10.0)
     await database.open()
     yield database
     await database.close()
