@@ -8,7 +8,6 @@ This module must never know HTTP routes, SQL or a capability.
 import logging
 import logging.config
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -203,12 +202,16 @@ def _formatter() -> logging.Formatter:
 def configure_logs(level: str = "INFO") -> None:
     """Called once by a program's start; a library user who never calls it keeps his own logging."""
     logging.config.dictConfig(log_config(level))
-    structlog.configure(
-        processors=[*_shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=sys.flags.dev_mode is False,
-    )
+
+
+# At import, and not by the program's start: structlog's own default prints a traceback with the local variables of
+# every frame, Authorization headers among them.
+structlog.configure(
+    processors=[*_shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+    logger_factory=structlog.stdlib.LoggerFactory(),
+    wrapper_class=structlog.stdlib.BoundLogger,
+    cache_logger_on_first_use=False,
+)
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:

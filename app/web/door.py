@@ -11,8 +11,8 @@ and `mount(app, doors, composed)` serves them: site and key rules, known path an
 that is limited while it streams in, strict JSON, the model, the handler, the bytes of the answer. Every refusal on that
 way is a problem document.
 
-What cannot be bounded here: the time and size of the request's head, which uvicorn reads before it calls anybody, and how
-slowly a client reads an answer. A deployment that faces strangers puts a proxy in front that bounds both.
+What cannot be bounded here: the time and size of the request's head, which uvicorn reads before it calls anybody, and
+how slowly a client reads an answer. A deployment that faces strangers puts a proxy in front that bounds both.
 """
 
 import asyncio
@@ -103,6 +103,8 @@ class Door:
     tag: str
     summary: str
     description: str
+    headers: tuple[str, ...] = ()
+    """Request headers that the handler reads, for the OpenAPI document."""
     media: str = "application/json"
     """Of the good answers; pages and metrics have their own."""
     listed: bool = True
@@ -129,6 +131,7 @@ class Doors:
         refusals: tuple[str, ...] = (),
         max_body: int = MIB,
         lenient: bool = False,
+        headers: tuple[str, ...] = (),
         media: str = "application/json",
         listed: bool = True,
     ) -> Callable[[Handler], Handler]:
@@ -152,6 +155,7 @@ class Doors:
                     tag=self.tag,
                     summary=summary.strip().rstrip("."),
                     description="\n".join(line.strip() for line in rest.strip().splitlines()),
+                    headers=headers,
                     media=media,
                     listed=listed,
                 )
@@ -258,8 +262,8 @@ def _typed(text: str, kinds: frozenset[type]) -> Any:
         return int(text)
     if float in kinds and _NUMBER.fullmatch(text):
         return float(text)
-    if bool in kinds and text in ("true", "false"):
-        return text == "true"
+    if bool in kinds and text in ("true", "false", ""):  # `?verbose` alone means yes
+        return text != "false"
     return text
 
 
