@@ -49,11 +49,14 @@ ROOT = Path(__file__).resolve().parents[1]
 LINUX = sys.platform == "linux"
 HERE = "/proc/self/cwd"
 LIBC = ctypes.CDLL(None)
+PORT = 5432
+"""No TCP port: it is a part of the socket's name."""
 MAX_SOCKET_FOLDER = 80
 """Bytes; sun_path holds 104 on the smallest platform, and the socket's name takes 15."""
 
 SETTINGS = {
     "listen_addresses": "",
+    "port": str(PORT),
     "max_connections": "100",
     "shared_buffers": "128MB",
     "timezone": "UTC",
@@ -129,8 +132,9 @@ class Account:
 
     def reach(self, binaries: Path) -> Path:
         """The binaries, or a copy of them where this account may enter."""
-        program = (binaries / "postgres").resolve()
-        if self.uid is None or all(path.stat().st_mode & 0o001 for path in [program, *program.parents]):
+        binaries = binaries.resolve()
+        walked = [binaries / "postgres", binaries, *binaries.parents]
+        if self.uid is None or all(path.stat().st_mode & 0o001 for path in walked):
             return binaries
         if not binaries.parent.name.startswith("pginstall"):
             raise NoDatabase(f"The account that runs PostgreSQL cannot enter {binaries}; move it or set another one.")
@@ -183,7 +187,7 @@ def socket_folder(data_dir: Path) -> Path:
 
 
 def url_of(data_dir: Path) -> str:
-    return f"postgresql://fencepost@/postgres?host={quote(str(socket_folder(data_dir)), safe='/')}"
+    return f"postgresql://fencepost@/postgres?host={quote(str(socket_folder(data_dir)), safe='/')}&port={PORT}"
 
 
 class Cluster:
@@ -293,7 +297,7 @@ def _adopt(cluster: Cluster) -> None:
     try:
         pid = int((cluster.path / "postmaster.pid").read_text().split()[0])
         with socket.socket(socket.AF_UNIX) as probe:
-            probe.connect(str(socket_folder(cluster.data_dir) / ".s.PGSQL.5432"))
+            probe.connect(str(socket_folder(cluster.data_dir) / f".s.PGSQL.{PORT}"))
     except (OSError, ValueError, IndexError):
         return
     if LINUX:
@@ -324,6 +328,9 @@ class Keeper:
 
     def start(self, patience: float = 60.0) -> None:
         """Return when the database answers; raise NoDatabase when it will not, or not within `patience` seconds."""
+        # Our own connections would read them as well, and they mean another server.
+        for name in [name for name in os.environ if name.startswith("PG")]:
+            del os.environ[name]
         self.thread.start()
         deadline = time.monotonic() + patience
         while not answers(self.url):
