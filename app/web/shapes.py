@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
+from app.errors import InvalidInput
 from app.web.jsontext import NULL, RawJson, clean
 
 __all__ = [
@@ -48,6 +49,9 @@ __all__ = [
     "Seconds",
     "Strict",
     "Whole",
+    "check_key",
+    "parse_id",
+    "parse_instant",
 ]
 
 DAY = 86_400
@@ -165,7 +169,7 @@ class _Text:
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        return {"type": "string", **dict(self.schema)}
+        return {"type": "string"} | {word: list(x) if type(x) is tuple else x for word, x in self.schema}
 
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -177,7 +181,7 @@ Name = Annotated[
         "name",
         NAME,
         NAME_SAYS,
-        (("pattern", NAME_PATTERN), ("minLength", 1), ("maxLength", 100), ("examples", ["emails"])),
+        (("pattern", NAME_PATTERN), ("minLength", 1), ("maxLength", 100), ("examples", ("emails",))),
     ),
 ]
 """A queue, a kind, a schedule."""
@@ -186,16 +190,29 @@ _CONTROL = "\\x00-\\x1f\\x7f-\\x9f"
 KEY_PATTERN = rf"^[^\s{_CONTROL}]([^{_CONTROL}]*[^\s{_CONTROL}])?$"
 _NO = _CONTROL + "\ud800-\udfff"
 _KEY = re.compile(rf"(?=.{{1,200}}\Z)[^\s{_NO}](?:[^{_NO}]*[^\s{_NO}])?", re.DOTALL)
+KEY_SAYS = "1 to 200 characters are needed, without control characters and without a space at either end"
 Key = Annotated[
     str,
     _Text(
         "key",
         _KEY,
-        "1 to 200 characters are needed, without control characters and without a space at either end",
+        KEY_SAYS,
         (("pattern", KEY_PATTERN), ("minLength", 1), ("maxLength", 200)),
     ),
 ]
 """A worker id, a unique key, an idempotency key: compared as sent, no normalising."""
+
+
+def check_key(place: str, header: str) -> str:
+    """A key from a header, whose bytes are UTF-8 although HTTP hands them on as Latin-1. Raises InvalidInput."""
+    try:
+        text = header.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        raise InvalidInput.at(place, "must be UTF-8") from None
+    if not _KEY.fullmatch(text):
+        raise InvalidInput.at(place, KEY_SAYS)
+    return text
+
 
 _UUID = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}")
 ID_SAYS = "a UUID is needed, such as 0190a5b2-7c41-7b3e-9d52-5f7f3d9d2c11"
