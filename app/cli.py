@@ -123,20 +123,17 @@ def epoch_bump(
 
 async def _bump(settings: Settings, restored: bool) -> None:
     from app.db import Database
-    from app.jobs import lease
+    from app.jobs import epoch
 
     database = Database(
-        settings.database_url or "",
-        pool_size=1,
-        statement_timeout=60.0,
-        prepared=settings.prepared_statements,
+        settings.database_url or "", pool_size=1, statement_timeout=60.0, prepared=settings.prepared_statements
     )
     await database.open()
     try:
-        async with database.begin() as tx:
-            typer.echo(f"fencepost: {await lease.epoch_bump(tx, restored=restored)}")
+        number, taken = await epoch.bump(database, restored=restored)
     finally:
         await database.close()
+    typer.echo(f"fencepost: the epoch is {number}; {taken} processing jobs were taken back")
 
 
 def main() -> None:

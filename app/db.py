@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, LiteralString, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import psycopg
 from psycopg import errors as pg
@@ -62,16 +62,16 @@ class Tx:
         self.facts: list[tuple[str, dict[str, Any]]] = []
 
     async def rows(self, sql: str, params: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        cursor = await self._connection.execute(cast(LiteralString, sql), params, prepare=self._prepare)
+        cursor = await self._connection.execute(sql, params, prepare=self._prepare)
         return await cursor.fetchall()
 
     async def row(self, sql: str, params: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        cursor = await self._connection.execute(cast(LiteralString, sql), params, prepare=self._prepare)
+        cursor = await self._connection.execute(sql, params, prepare=self._prepare)
         return await cursor.fetchone()
 
     async def run(self, sql: str, params: Mapping[str, Any] | None = None) -> int:
         """The number of rows changed: the verdict of a guarded statement."""
-        cursor = await self._connection.execute(cast(LiteralString, sql), params, prepare=self._prepare)
+        cursor = await self._connection.execute(sql, params, prepare=self._prepare)
         return cursor.rowcount
 
     @contextlib.asynccontextmanager
@@ -199,7 +199,7 @@ class Database:
             connection = await self._pool.getconn()
             try:
                 async with asyncio.timeout(self._answer_within):
-                    await connection.execute(cast(LiteralString, self._begin))
+                    await connection.execute(self._begin)
             except BaseException as error:
                 await connection.close()
                 await self._pool.putconn(connection)

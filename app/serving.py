@@ -22,9 +22,11 @@ import uvicorn
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
-from app import devdb, main
+from app import devdb
+from app.main import create_app
 from app.migrations import SchemaAhead, upgrade
 from app.settings import Settings
+from app.telemetry import configure_logs
 
 START_PATIENCE = 30.0
 """Seconds that a database which does not answer is waited for at start."""
@@ -37,6 +39,7 @@ class CannotStart(Exception):
 def serve(settings: Settings) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises CannotStart."""
     _on_signals(_leave)
+    configure_logs()
     listener, loopback = bind(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
     with database(settings) as settings:
@@ -154,7 +157,7 @@ def application(settings: Settings) -> Any:
     """The application, told of the end as soon as the signal comes: uvicorn itself tells it only when the last call
     has been answered, and a long-poll would hold that up. It is told by `app.state.drain()`, if it has one.
     """
-    app = main.create_app(settings)
+    app = create_app(settings)
     drain: Callable[[], None] | None = getattr(app.state, "drain", None)
     if drain is not None:
         loop = asyncio.get_running_loop()
@@ -166,6 +169,7 @@ def application(settings: Settings) -> Any:
 def worker() -> Any:
     """The application in one of several processes, which end with their parent."""
     devdb.follow(os.getppid(), signal.SIGTERM)
+    configure_logs()
     return application(Settings())
 
 

@@ -134,6 +134,7 @@ jobs = Table(
         unique=True,
         postgresql_where=text("idempotency_key IS NOT NULL"),
     ),
+    Index("ix_jobs_manual_review", "queue", "created_at", postgresql_where=text("status = 'manual_review'")),
     Index("ix_jobs_created", "created_at", "id"),
     Index(
         "ix_jobs_finished",

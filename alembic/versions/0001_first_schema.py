@@ -129,6 +129,8 @@ CREATE TABLE jobs (
 
 CREATE INDEX ix_jobs_claim ON jobs (queue, priority, available_at, id) WHERE status = 'queued';
 
+CREATE INDEX ix_jobs_manual_review ON jobs (queue, created_at) WHERE status = 'manual_review';
+
 CREATE INDEX ix_jobs_created ON jobs (created_at, id);
 
 CREATE INDEX ix_jobs_finished ON jobs (queue, status, finished_at) WHERE finished_at IS NOT NULL;

@@ -1,5 +1,6 @@
 """The producer's and the operator's side: enqueue, get, search, cancel, requeue, resolve."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
@@ -35,7 +36,8 @@ async def enqueue(tx: Tx, jobs: Sequence[NewJob]) -> list[dict[str, Any] | Refus
     answers: dict[int, dict[str, Any] | Refusal] = {}
     # In key order, so that two batches with the same keys wait for each other in one direction only. Ids are made in
     # the order of the items, which keeps first in first out within a batch.
-    left = sorted(range(len(jobs)), key=lambda i: (jobs[i].queue, jobs[i].idempotency_key or "", jobs[i].unique_key or ""))
+    keys = [(job.queue, job.idempotency_key or "", job.unique_key or "") for job in jobs]
+    left = sorted(range(len(jobs)), key=keys.__getitem__)
     for _ in range(3):
         rows = {row["id"]: row for row in await tx.rows(sql.ENQUEUE, _columns([(ids[i], jobs[i]) for i in left]))}
         for index in left:
@@ -58,6 +60,8 @@ async def enqueue(tx: Tx, jobs: Sequence[NewJob]) -> list[dict[str, Any] | Refus
             held.setdefault(left[row["n"] - 1], row)
         for index, row in held.items():
             answers[index] = _held(jobs[index], row)
+            if isinstance(answers[index], dict):
+                tx.tell("deduplicate", queue=row["queue"])
         left = [index for index in left if index not in answers]
         if not left:
             return [answers[index] for index in range(len(jobs))]
@@ -77,7 +81,7 @@ def _held(job: NewJob, row: dict[str, Any]) -> dict[str, Any] | Refusal:
             f"A live job of queue {job.queue!r} holds this unique key.",
             holder_id=str(row["id"]),
             unique_key=job.unique_key,
-            status=row["status"],
+            job_status=row["status"],
         )
     return {**row, "deduplicated": True}
 
@@ -112,7 +116,8 @@ async def _check_instants(tx: Tx, jobs: Sequence[NewJob]) -> None:
     if all(job.available_at is None for job in jobs):
         return
     row = await tx.row(sql.NOW)
-    assert row is not None
+    if row is None:
+        raise Unavailable("The database did not tell its time.")
     too_far = [
         index
         for index, job in enumerate(jobs)
@@ -126,19 +131,18 @@ async def _check_instants(tx: Tx, jobs: Sequence[NewJob]) -> None:
 
 
 def _tell(tx: Tx, rows: Sequence[dict[str, Any]]) -> None:
-    due: dict[str, int] = {}
+    counts = Counter(row["queue"] for row in rows)
+    due = Counter(row["queue"] for row in rows if row["due"])
     later: dict[str, float] = {}
     for row in rows:
-        if row["due"]:
-            due[row["queue"]] = due.get(row["queue"], 0) + 1
-        else:
+        if not row["due"]:
             later[row["queue"]] = min(row["wait"], later.get(row["queue"], row["wait"]))
     for queue, count in due.items():
         tx.tell("claimable", queue=queue, count=count)
     for queue, wait in later.items():
         tx.tell("due_later", queue=queue, wait=wait)
-    if rows:
-        tx.tell("enqueue", count=len(rows))
+    for queue, count in counts.items():
+        tx.tell("enqueue", queue=queue, count=count)
 
 
 async def get(tx: Tx, job_id: UUID) -> dict[str, Any]:
@@ -162,13 +166,11 @@ async def cancel(
     tx: Tx, job_id: UUID, *, actor: str, reason: str | None, force: bool, expected_fence: int | None
 ) -> dict[str, Any]:
     """Cancel, or ask a processing job's worker to stop (`cancel_requested`); a cancelled job stays as it is."""
-    row = await tx.row(
-        sql.CANCEL, {"id": job_id, "reason": reason, "force": force, "expected_fence": expected_fence}
-    )
+    row = await tx.row(sql.CANCEL, {"id": job_id, "reason": reason, "force": force, "expected_fence": expected_fence})
     if row is None:
         return await _explain_refusal(tx, job_id, "cancel", expected_fence, unchanged={Status.CANCELLED})
     await _audit(tx, actor, "cancel", row, reason, force=force)
-    tx.tell("cancel")
+    tx.tell("cancel", queue=row["queue"])
     if row["status"] == Status.CANCELLED and row["was"] == Status.PROCESSING:
         tx.tell("claimable", queue=row["queue"], count=1)
     return row
@@ -201,7 +203,7 @@ async def requeue(
                 if row is None:
                     return await _explain_refusal(tx, job_id, "requeue", expected_fence, unchanged={Status.QUEUED})
                 await _audit(tx, actor, "requeue", row, reason, force=force, from_done=from_done)
-                tx.tell("requeue")
+                tx.tell("requeue", queue=row["queue"])
                 tx.tell("claimable", queue=row["queue"], count=1)
                 return row
         except pg.UniqueViolation:
@@ -244,13 +246,13 @@ async def resolve(
     if row is None:
         if accept_late_result and before is not None and before["late_fence"] is None:
             raise MoveRefused(
-                f"Job {job_id} has no late result to accept.", job_id=str(job_id), status=before["status"]
+                f"Job {job_id} has no late result to accept.", job_id=str(job_id), job_status=before["status"]
             )
         return await _explain_refusal(tx, job_id, "resolve", expected_fence, unchanged=set())
     await tx.run(sql.DROP_LATE_RESULT, {"id": job_id})
     row["was"] = before["status"] if before else None
     await _audit(tx, actor, "resolve", row, note, outcome=outcome, accept_late_result=accept_late_result)
-    tx.tell("resolve")
+    tx.tell("resolve", queue=row["queue"], to=row["status"])
     return row
 
 
@@ -279,7 +281,7 @@ async def _explain_refusal(
             job_id=str(job_id),
             fence=row["fence"],
             expected_fence=expected_fence,
-            status=row["status"],
+            job_status=row["status"],
         )
     if row["status"] in unchanged:
         return row
@@ -287,6 +289,6 @@ async def _explain_refusal(
         f"{event} is not possible: job {job_id} is {row['status']}.",
         job_id=str(job_id),
         event=event,
-        status=row["status"],
+        job_status=row["status"],
         fence=row["fence"],
     )

@@ -5,6 +5,7 @@ refused item is a value in the answer, not an exception: one stale token spoils 
 a refusal (a late result) is committed with it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -41,8 +42,8 @@ async def claim(tx: Tx, queues: Sequence[str], calls: Sequence[ClaimCall]) -> li
     grants: list[list[dict[str, Any]]] = [[] for _ in calls]
     for row in rows:
         grants[owners[row["place"] - 1]].append(row)
-    if rows:
-        tx.tell("claim", count=len(rows))
+    for queue, count in Counter(row["queue"] for row in rows).items():
+        tx.tell("claim", queue=queue, count=count)
     return [Grant(jobs, server_time) for jobs in grants]
 
 
@@ -72,9 +73,7 @@ async def _take(
 
 async def _take_limited(tx: Tx, queues: Sequence[str], seats: Sequence[_Seat]) -> list[dict[str, Any]]:
     limits = {row["name"]: row["max_processing"] for row in await tx.rows(sql.LOCK_LIMITED, {"queues": list(queues)})}
-    counts = {
-        row["queue"]: row["processing"] for row in await tx.rows(sql.COUNT_PROCESSING, {"queues": list(limits)})
-    }
+    counts = {row["queue"]: row["processing"] for row in await tx.rows(sql.COUNT_PROCESSING, {"queues": list(limits)})}
     taken: list[dict[str, Any]] = []
     for queue in queues:
         room = len(seats) - len(taken)
@@ -241,8 +240,8 @@ async def _end(tx: Tx, statement: str, endings: Sequence[Ending]) -> list[Outcom
             tx.tell("claimable", queue=row["queue"], count=1)
         elif row["status"] == "queued":
             tx.tell("due_later", queue=row["queue"], wait=row["wait"])
-    if rows:
-        tx.tell(verb, count=len(rows))
+    for (queue, status), count in Counter((row["queue"], row["status"]) for row in rows).items():
+        tx.tell(verb, queue=queue, to=status, count=count)
     missed = [index for index in range(len(endings)) if index not in outcomes]
     fates = await _fates(tx, [(endings[i].job_id, endings[i].token) for i in missed])
     for index, fate in zip(missed, fates, strict=True):

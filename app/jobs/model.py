@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from typing import NamedTuple
 from uuid import UUID
 
 import uuid_utils
@@ -100,6 +101,13 @@ def new_token() -> UUID:
 
 def token_digest(token: UUID) -> bytes:
     return hashlib.sha256(token.bytes).digest()
+
+
+class Pass(NamedTuple):
+    """What one pass of a background loop did: how much it moved, and when, by the database's clock."""
+
+    moved: int
+    at: datetime
 
 
 @dataclass(frozen=True, slots=True)

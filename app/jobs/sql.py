@@ -128,9 +128,8 @@ EXISTS = "SELECT id FROM jobs WHERE id = %(id)s"
 def search(filters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The list of jobs, downward by (created_at, id): the only statement that is built. Values stay parameters."""
     conditions = ["true"]
-    for column in ("queue", "kind", "worker_id", "unique_key"):
-        if filters.get(column) is not None:
-            conditions.append(f"j.{'reserved_by' if column == 'worker_id' else column} = %({column})s")
+    columns = {"queue": "queue", "kind": "kind", "worker_id": "reserved_by", "unique_key": "unique_key"}
+    conditions += [f"j.{column} = %({name})s" for name, column in columns.items() if filters.get(name) is not None]
     if filters.get("status"):
         conditions.append("j.status = ANY(%(status)s::text[])")
     if filters.get("created_after") is not None:
@@ -140,7 +139,7 @@ def search(filters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if filters.get("before_at") is not None:
         conditions.append("(j.created_at, j.id) < (%(before_at)s::timestamptz, %(before_id)s::uuid)")
     return (
-        f"SELECT {JOB} FROM jobs j WHERE {' AND '.join(conditions)} "  # noqa: S608 fixed words, values as parameters
+        f"SELECT {JOB} FROM jobs j WHERE {' AND '.join(conditions)} "
         "ORDER BY j.created_at DESC, j.id DESC LIMIT %(limit)s"
     ), filters
 
@@ -518,9 +517,14 @@ END_PASS = """
 UPDATE loops SET last_pass_at = greatest(last_pass_at, fencepost_now()),
     grace_until = CASE WHEN %(reclaimed)s AND grace_until <= fencepost_now() THEN NULL ELSE grace_until END
 WHERE name = %(name)s
+RETURNING last_pass_at
 """
 
-PASSES = "SELECT name, last_pass_at, extract(epoch FROM fencepost_now() - last_pass_at)::float8 AS age, grace_until FROM loops"
+PASSES = """
+SELECT name, last_pass_at, extract(epoch FROM fencepost_now() - last_pass_at)::float8 AS age,
+    CASE WHEN grace_until > fencepost_now() THEN grace_until END AS grace_until
+FROM loops ORDER BY name
+"""
 
 # --- the operator ----------------------------------------------------------------------------------------------------
 
@@ -645,9 +649,7 @@ DELETE FROM jobs WHERE id IN (
 
 PRUNE_CLAIM_REQUESTS = "DELETE FROM claim_requests WHERE created_at < fencepost_now() - interval '24 hours'"
 
-PRUNE_LATE_RESULTS = (
-    f"DELETE FROM late_results WHERE received_at < fencepost_now() - {LATE_RESULT_SECONDS} {_SECONDS}"  # noqa: S608
-)
+PRUNE_LATE_RESULTS = f"DELETE FROM late_results WHERE received_at < fencepost_now() - {LATE_RESULT_SECONDS} {_SECONDS}"
 
 # --- the epoch of the fences -----------------------------------------------------------------------------------------
 

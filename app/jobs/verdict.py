@@ -21,7 +21,7 @@ def judge(job_id: UUID, verb: str, content_sha256: bytes, fate: dict[str, Any]) 
     if fate["current"]:
         if verb == "heartbeat":
             return WorkerMismatch(
-                f"Job {job_id} is held by worker {fate['reserved_by']!r}; a heartbeat must name the worker that claimed.",
+                f"Job {job_id} is held by {fate['reserved_by']!r}; a heartbeat must name the worker that claimed.",
                 job_id=str(job_id),
                 worker_id=fate["reserved_by"],
             )
@@ -54,7 +54,7 @@ def _ended(job_id: UUID, outcome: str, ended_at: Any, fence: int, fate: dict[str
         outcome=outcome,
         ended_at=ended_at,
         attempt_fence=fence,
-        status=fate["status"],
+        job_status=fate["status"],
         fence=fate["fence"],
         retryable=False,
     )
@@ -63,7 +63,7 @@ def _ended(job_id: UUID, outcome: str, ended_at: Any, fence: int, fate: dict[str
 def _facts(job_id: UUID, fate: dict[str, Any], ended_by: str | None = None, ended_at: Any = None) -> dict[str, Any]:
     return {
         "job_id": str(job_id),
-        "status": fate["status"],
+        "job_status": fate["status"],
         "fence": fate["fence"],
         "ended_by": ended_by,
         "ended_at": ended_at,

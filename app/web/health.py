@@ -41,8 +41,10 @@ class Composed(Protocol):
 
     keys: KeyRing
     db: Any
-    loops: Loops | None
     draining: bool
+
+    @property
+    def loops(self) -> Loops | None: ...
 
     async def gauges(self) -> Sequence[Gauge]: ...
 

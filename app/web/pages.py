@@ -24,7 +24,7 @@ def read(cursor: str, filters: dict[str, Any], kinds: tuple[type, ...]) -> list[
         raise InvalidInput.at("query.cursor", "is not a cursor of this list; start again without one")
     if bound != _bound_to(filters):
         raise InvalidInput.at("query.cursor", "was made for other filters; keep the filters while you page")
-    return position
+    return list(position)
 
 
 def _bound_to(filters: dict[str, Any]) -> str:

@@ -1,0 +1,232 @@
+"""Who waits for which queue, and what wakes them. No database connection is held while waiting.
+
+A wake is a hint, never a promise: the woken waiter claims like anybody else, and sits down again when it got
+nothing. Each claimable job wakes one waiter; one that got something wakes the next (a hint from another instance
+does not say how many jobs there are), and one that leaves without using its wake hands it on. So a wake is never
+lost with a client that went away.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from app.db import Database
+from app.errors import TooManyWaiters, Unavailable
+from app.jobs import sql
+
+log = logging.getLogger("fencepost.waiting")
+
+ASK_EVERY_SECONDS = 5.0
+"""How often due instants are asked anew; the fallback where a hint was lost."""
+
+ASK_WITHOUT_HINTS_SECONDS = 0.5
+"""The same while there is no LISTEN connection: polling is then the only way to hear of other instances."""
+
+
+class Seat:
+    """One waiting claim. `woken_for` is the queue of an unused wake; `more`: there may be more than one job."""
+
+    __slots__ = ("_signal", "more", "queues", "woken_for")
+
+    def __init__(self, queues: Sequence[str]) -> None:
+        self.queues = tuple(queues)
+        self.woken_for: str | None = None
+        self.more = False
+        self._signal = asyncio.Event()
+
+    def wake(self, queue: str, more: bool) -> None:
+        self.woken_for, self.more = queue, more
+        self._signal.set()
+
+    def call_out(self) -> None:
+        self._signal.set()
+
+    async def wait(self, seconds: float) -> bool:
+        """True when called; False when the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._signal.wait()
+                return True
+        return False
+
+    def sit_down_again(self) -> None:
+        self.woken_for = None
+        self._signal.clear()
+
+
+class WaitingRoom:
+    """All waiting claims of this instance, in the order of their coming for each queue."""
+
+    def __init__(self, max_waiters: int) -> None:
+        self._max = max_waiters
+        self._seats: dict[str, dict[Seat, None]] = {}
+        self._count = 0
+        self._by_request: dict[object, Seat] = {}
+        self.first_waiter: Callable[[], None] = lambda: None
+        """Called when a queue gets its first waiter: what is due there is not known yet."""
+        self.closed = False
+        self.healthy = True
+        """False while the database could not be asked: a waiter's time then ends in a refusal, not in an empty list."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def awaited(self) -> list[str]:
+        return list(self._seats)
+
+    @contextlib.contextmanager
+    def seat(self, queues: Sequence[str], request: object | None = None) -> Iterator[Seat]:
+        """Take a seat. A repeat of the same request takes the place of the first, which is called out with nothing.
+
+        Raises TooManyWaiters.
+        """
+        if self._count >= self._max:
+            raise TooManyWaiters(f"{self._max} claims are waiting on this instance already.", max_waiters=self._max)
+        seat = Seat(queues)
+        if request is not None:
+            first = self._by_request.pop(request, None)
+            if first is not None:
+                self._leave(first)
+                first.queues = ()
+                first.call_out()
+            self._by_request[request] = seat
+        self._count += 1
+        for queue in seat.queues:
+            if queue not in self._seats:
+                self._seats[queue] = {}
+                self.first_waiter()
+            self._seats[queue][seat] = None
+        try:
+            yield seat
+        finally:
+            self._count -= 1
+            self._leave(seat)
+            if request is not None and self._by_request.get(request) is seat:
+                del self._by_request[request]
+
+    def _leave(self, seat: Seat) -> None:
+        for queue in seat.queues:
+            seats = self._seats.get(queue)
+            if seats is not None:
+                seats.pop(seat, None)
+                if not seats:
+                    del self._seats[queue]
+        if seat.woken_for is not None:
+            self.wake(seat.woken_for, more=seat.more)
+
+    def wake(self, queue: str, count: int = 1, *, more: bool = False) -> int:
+        """Wake up to `count` waiters of the queue; how many were. `more`: who gets a job wakes the next."""
+        woken = 0
+        for seat in self._seats.get(queue, ()):
+            if woken >= count:
+                break
+            if seat.woken_for is None:
+                seat.wake(queue, more)
+                woken += 1
+        return woken
+
+    def close(self) -> None:
+        """Answer everybody at once, with nothing; called when the instance is told to end."""
+        self.closed = True
+        for seats in list(self._seats.values()):
+            for seat in list(seats):
+                seat.call_out()
+
+
+async def wait_for_jobs(
+    room: WaitingRoom,
+    queues: Sequence[str],
+    seconds: float,
+    attempt: Callable[[], Awaitable[Collection[str]]],
+    *,
+    request: object | None = None,
+    gone: asyncio.Event,
+) -> None:
+    """Call `attempt` (answers the queues it got jobs of) at once and at every wake, until it got something, the time
+    is over, the client is gone or the instance ends.
+
+    Raises Unavailable where the time ends while the database is away: an empty list would be a lie.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    # The seat is taken before the first attempt: a job may come between an attempt and the sitting down.
+    with room.seat(queues, request) as seat:
+        while not gone.is_set():
+            woken_for, more = seat.woken_for, seat.more
+            seat.sit_down_again()
+            taken = await attempt()
+            if taken:
+                if woken_for is not None and (more or woken_for not in taken):
+                    room.wake(woken_for, more=more)
+                return
+            left = deadline - loop.time()
+            if room.closed or not seat.queues or left <= 0 or not await _called(seat, gone, left):
+                break
+            if room.closed or not seat.queues:
+                break
+        if not (room.healthy or room.closed or gone.is_set()):
+            raise Unavailable("The database could not be asked while this claim waited.")
+
+
+async def _called(seat: Seat, gone: asyncio.Event, seconds: float) -> bool:
+    called = asyncio.ensure_future(seat.wait(seconds))
+    left = asyncio.ensure_future(gone.wait())
+    try:
+        await asyncio.wait((called, left), return_when=asyncio.FIRST_COMPLETED)
+        return called.done() and called.result()
+    finally:
+        called.cancel()
+        left.cancel()
+
+
+class DueClock:
+    """The one clock of an instance: when does something fall due in an awaited queue?"""
+
+    def __init__(self, db: Database, room: WaitingRoom) -> None:
+        self._db = db
+        self._room = room
+        self._ask_at = 0.0
+        self._earlier = asyncio.Event()
+        self.hints_live: Callable[[], bool] = lambda: False
+        room.first_waiter = lambda: self.sooner(0.01)
+
+    def sooner(self, wait: float = 0.0) -> None:
+        """Something may fall due in `wait` seconds; ask then, if not earlier."""
+        at = asyncio.get_running_loop().time() + wait
+        if at < self._ask_at:
+            self._ask_at = at
+            self._earlier.set()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._ask_at = loop.time() + (await self._ask() if self._room.awaited() else ASK_EVERY_SECONDS)
+            while (left := self._ask_at - loop.time()) > 0:
+                self._earlier.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left):
+                        await self._earlier.wait()
+
+    async def _ask(self) -> float:
+        every = ASK_EVERY_SECONDS if self.hints_live() else ASK_WITHOUT_HINTS_SECONDS
+        self._ask_at = asyncio.get_running_loop().time() + every
+        try:
+            async with self._db.begin() as tx:
+                rows = await tx.rows(sql.NEXT_DUE, {"queues": self._room.awaited()})
+        except Exception as error:
+            if self._room.healthy:
+                log.warning("due instants cannot be asked: %s", error)
+            self._room.healthy = False
+            return 0.5
+        self._room.healthy = True
+        sooner = self._ask_at - asyncio.get_running_loop().time()
+        return max(0.001, min([every, sooner, *(self._due(row) for row in rows)]))
+
+    def _due(self, row: dict[str, Any]) -> float:
+        wait: float = row["wait"]
+        if wait <= 0:
+            self._room.wake(row["queue"], more=True)
+            return ASK_EVERY_SECONDS
+        return wait

@@ -1,0 +1,172 @@
+"""Everything put together: what an instance is made of, how it starts, how it ends."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+
+from app import __version__, telemetry
+from app.db import Database
+from app.jobs import epoch
+from app.jobs.hints import LATER, Hints
+from app.jobs.http import doors as job_doors
+from app.jobs.prune import prune_pass
+from app.jobs.reclaim import Pacing, reclaim_pass
+from app.jobs.waiting import DueClock, WaitingRoom
+from app.keys.ops import KeyRing
+from app.loops import Loop, LoopSet
+from app.queues import sql as queues_sql
+from app.queues.http import doors as queue_doors
+from app.settings import Settings
+from app.web.contract import describe
+from app.web.door import mount
+from app.web.health import Gauge, health_doors
+from app.web.reference import reference_doors
+
+GAUGE_QUEUES = 500
+GAUGE_CAP = 1_000
+
+_UNCOUNTED = frozenset({"claimable", "due_later"})
+"""Facts that wake somebody; all others are counted."""
+
+
+class Service:
+    """One instance. Routes see it as `call.app`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        looks = [epoch.look] if settings.test_clock else [epoch.look, epoch.refuse_pretended_clock]
+        self.db = Database(
+            settings.database_url or "",
+            pool_size=settings.pool_size,
+            statement_timeout=settings.statement_timeout_seconds,
+            prepared=settings.prepared_statements,
+            on_connect=looks,
+        )
+        self.db.hearers.append(self.hear)
+        self.keys = KeyRing(self.db, host=settings.host)
+        self.waiting = WaitingRoom(settings.max_waiters)
+        self.clock = DueClock(self.db, self.waiting)
+        # Behind a pooler only a direct connection can listen; without one the clock polls.
+        listen_url = settings.direct_url or (settings.database_url if settings.prepared_statements else None)
+        self.hints = Hints(self.db, listen_url, self.waiting, self.clock.sooner)
+        self.clock.hints_live = lambda: self.hints.live
+        # Claims take at most half of the connections, so that heartbeats and completions always find one.
+        self.claims_at_once = asyncio.Semaphore(max(1, settings.pool_size // 2))
+        self.loops = LoopSet(self.db, self._loops(), run_here=settings.loops)
+        self.draining = False
+        self._stop = asyncio.Event()
+
+    def _loops(self) -> list[Loop]:
+        settings = self.settings
+        pacing = Pacing(settings.reclaim_interval_seconds, settings.outage_grace_seconds)
+        return [
+            Loop("reclaim", settings.reclaim_interval_seconds, lambda: reclaim_pass(self.db, pacing)),
+            Loop(
+                "prune",
+                settings.prune_interval_seconds,
+                lambda: prune_pass(
+                    self.db, retention=settings.retention_seconds, failed_retention=settings.failed_retention_seconds
+                ),
+            ),
+        ]
+
+    def hear(self, fact: str, facts: dict[str, Any]) -> None:
+        """A committed fact: count it, or wake who waits for it, here and, where nobody does, elsewhere."""
+        if fact not in _UNCOUNTED:
+            telemetry.publish(fact, **facts)
+        elif fact == "claimable":
+            more = facts.get("more", False)
+            woken = self.waiting.wake(facts["queue"], facts["count"], more=more)
+            if woken:
+                telemetry.publish("wake", by="local", count=woken)
+            if woken < facts["count"] or more:
+                self.hints.note(facts["queue"])
+        else:
+            self.clock.sooner(max(0.0, facts["wait"]))
+            self.hints.note(LATER)
+
+    async def start(self) -> list[asyncio.Task[None]]:
+        await self.db.open()
+        with contextlib.suppress(Exception):
+            await self.keys.refresh()
+        if self.settings.admin_key is not None:
+            await self.keys.install_admin(self.settings.admin_key.get_secret_value())
+        running = {
+            "keys": self.keys.run(self._stop),
+            "loops": self.loops.run(self._stop),
+            "clock": self.clock.run(),
+            "listen": self.hints.listen(),
+            "hints": self.hints.send_gathered(),
+        }
+        return [asyncio.create_task(work, name=name) for name, work in running.items()]
+
+    def drain(self) -> None:
+        """The instance was told to end: not ready any more, and nobody waits."""
+        self.draining = True
+        self.waiting.close()
+
+    async def stop(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        self.drain()
+        self._stop.set()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.db.close()
+
+    async def gauges(self) -> list[Gauge]:
+        """What the database knows, for a scrape. Counts are capped: a scrape never scans a big table."""
+        async with self.db.begin() as tx:
+            rows = await tx.rows(queues_sql.LIST, {"after": "", "limit": GAUGE_QUEUES})
+            names = [row["name"] for row in rows]
+            counts = await tx.rows(queues_sql.COUNTS, {"names": names, "cap": GAUGE_CAP})
+            oldest = await tx.rows(queues_sql.OLDEST_WAITING, {"names": names})
+        gauges: list[Gauge] = [
+            (
+                "fencepost_jobs",
+                f"Jobs by queue and status, counted up to {GAUGE_CAP}.",
+                {"queue": row["name"], "status": row["status"]},
+                row["count"],
+            )
+            for row in counts
+        ]
+        gauges += [
+            ("fencepost_oldest_waiting_seconds", "Age of the oldest due job.", {"queue": row["name"]}, row["seconds"])
+            for row in oldest
+        ]
+        for row in rows:
+            held = {"queue": row["name"]}
+            gauges.append(("fencepost_queue_paused", "1 while the queue is paused.", held, float(row["paused"])))
+            on_hold = float(row["hold_until"] is not None)
+            gauges.append(("fencepost_reclaim_hold", "1 while the queue's reclaim is held.", held, on_hold))
+        for loop in self.loops.status():
+            about = "Seconds since the last successful pass of any instance."
+            gauges.append(("fencepost_loop_age_seconds", about, {"loop": loop["loop"]}, loop["age_seconds"]))
+        gauges.append(("fencepost_waiters", "Claims that wait on this instance.", {}, float(len(self.waiting))))
+        stats = self.db.pool_stats()
+        for name in ("pool_size", "pool_available", "requests_waiting"):
+            gauges.append((f"fencepost_db_{name}", "The pool of connections.", {}, float(stats.get(name, 0))))
+        return gauges
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The application; `settings.database_url` must be set. Its lifespan starts and ends everything."""
+    service = Service(settings)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        tasks = await service.start()
+        try:
+            yield
+        finally:
+            await service.stop(tasks)
+
+    app = FastAPI(title="Fencepost", version=__version__, lifespan=lifespan, openapi_url=None)
+    app.state.service = service
+    app.state.drain = service.drain
+    doors = [*job_doors.doors, *queue_doors.doors, *health_doors(service).doors]
+    document, described = describe(app, doors, version=__version__)
+    mount(app, [*doors, *described, *reference_doors(document, doors)], service)
+    return app
