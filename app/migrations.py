@@ -4,6 +4,7 @@ The lock is a transaction's advisory lock: it holds behind pgbouncer in transact
 would not. Instances that start at once queue up here; the second finds nothing to do.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,9 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, NullPool, create_engine, text
+
+log = logging.getLogger("fencepost.migrations")
+logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells each connection's dialect
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = 0x66656E6365  # "fence"
@@ -64,4 +68,5 @@ def upgrade(url: str) -> str:
             )
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+        log.info("schema upgraded from %s to %s", current or "nothing", head)
         return head
