@@ -222,7 +222,7 @@ LENIENT = [
     (b'{"error_message":' + b"[" * 70 + b"]" * 70 + b"}", "[" * 70 + "]" * 70),
     (b'{"error_message":' + b"[" * 50_000 + b"]" * 50_000 + b"}", "[" * 50_000 + "]" * 50_000),
     (b'\xef\xbb\xbf{"error_message":"x"}', "x"),
-    ('{"error_message":"\\ud83d\\ude00"}'.encode(), "\U0001f600"),
+    (b'{"error_message":"\\ud83d\\ude00"}', "\U0001f600"),
 ]
 
 

@@ -1,0 +1,187 @@
+"""What only a raw socket shows: ambiguous lengths, slow and endless bodies, and that the connection ends well."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import pytest
+import uvicorn
+
+from app.web import door
+from tests.web.stand_in import make_app
+
+GOOD = json.dumps({"queue": "q", "payload": 1}).encode()
+
+
+@pytest.fixture(scope="module")
+def port():
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(make_app(), log_config=None, lifespan="off", timeout_keep_alive=75, log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not server.started:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield listener.getsockname()[1]
+    server.should_exit = True
+    thread.join(10)
+
+
+def exchange(port: int, *parts: bytes, pause: float = 0.0, timeout: float = 5.0) -> bytes:
+    """Send, and read until the answer is whole or the server closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout) as connection:
+        try:
+            for part in parts:
+                connection.sendall(part)
+                if pause:
+                    time.sleep(pause)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        return whole_answer(connection)
+
+
+def whole_answer(connection: socket.socket) -> bytes:
+    got = b""
+    try:
+        while chunk := connection.recv(65536):
+            got += chunk
+            head, _, body = got.partition(b"\r\n\r\n")
+            for line in head.lower().split(b"\r\n"):
+                if line.startswith(b"content-length:") and len(body) >= int(line.split(b":")[1]):
+                    return got
+    except ConnectionResetError:
+        pass
+    return got
+
+
+def head(*lines: str, method: str = "POST", path: str = "/v1/things") -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", *lines, "", ""]).encode("latin-1")
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+AMBIGUOUS = [
+    (head("Content-Length: 5", "Content-Length: 6"), b"{}{}{}"),
+    (head("Content-Length: 2", "Content-Length: 2"), b"{}"),
+    (head("Content-Length: 2, 2"), b"{}"),
+    (head("Content-Length: -1"), b"{}"),
+    (head("Content-Length: +2"), b"{}"),
+    (head("Content-Length: 0x2"), b"{}"),
+    (head("Content-Length: 2 2"), b"{}"),
+    (head("Content-Length: 99999999999999999999999"), b"{}"),
+    (head("Content-Length: 2", "Transfer-Encoding: chunked"), b"2\r\n{}\r\n0\r\n\r\n"),
+    (head("Transfer-Encoding: chunked", "Transfer-Encoding: identity"), b"2\r\n{}\r\n0\r\n\r\n"),
+    (head("Transfer-Encoding: xchunked"), b"{}"),
+    (head("Transfer-Encoding: chunked"), b"zz\r\n{}\r\n0\r\n\r\n"),
+    (head("Transfer-Encoding: chunked"), b"-2\r\n{}\r\n0\r\n\r\n"),
+    (head("X: a\r\n folded", "Content-Length: 2"), b"{}"),
+    (head("X\x00: a"), b""),
+    (head("X : a"), b""),
+    (head(method="GET", path="http://evil.example/v1/things"), b""),
+    (head(method="GET", path="//v1/things"), b""),
+    (head(method="GET", path="/v1%2fthings/x/y"), b""),
+    (head("Host: evil.example", method="GET"), b""),
+    (b"GET /v1/things HTTP/1.1\r\n\r\n", b""),
+    (b"GET /v1/things HTTP/9.9\r\nHost: 127.0.0.1\r\n\r\n", b""),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01", b""),
+    (b"GET\r\n\r\n", b""),
+]
+
+
+@pytest.mark.parametrize(("first", "rest"), AMBIGUOUS, ids=range(len(AMBIGUOUS)))
+def test_ambiguous_requests_are_refused(port, first, rest):
+    answer = exchange(port, first, rest, timeout=2.0)
+    assert 400 <= status(answer) < 500 or answer == b"", answer[:300]
+    assert status(exchange(port, head(method="GET", path="/livez"))) == 200
+
+
+def test_413_comes_before_the_rest_is_read(port):
+    begun = time.monotonic()
+    answer = exchange(port, head(f"Content-Length: {1 << 30}"), b"x" * 1000)
+    assert status(answer) == 413
+    assert b"connection: close" in answer.lower()
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["code"] == "too-large"
+    assert time.monotonic() - begun < 1
+
+
+def test_413_without_a_length(port):
+    chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
+    answer = exchange(port, head("Transfer-Encoding: chunked"), *[chunk] * 20)
+    assert status(answer) == 413
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["limit"] == 1 << 20
+
+
+def test_a_client_that_sends_first_and_reads_later_gets_its_413(port):
+    size = 8 << 20
+    answer = exchange(port, head(f"Content-Length: {size}"), *[b" " * 65536] * (size // 65536))
+    assert status(answer) == 413
+
+
+def test_an_expectation_is_not_met_for_a_body_too_large(port):
+    answer = exchange(port, head(f"Content-Length: {1 << 30}", "Expect: 100-continue"))
+    assert status(answer) == 413
+
+
+def test_a_slow_body_is_ended(port, monkeypatch):
+    monkeypatch.setattr(door, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(door, "LINGER_SECONDS", 0.1)
+    answer = exchange(port, head("Content-Length: 1000"), b"{", b'"', pause=0.05)
+    assert status(answer) == 408
+    assert b"connection: close" in answer.lower()
+
+
+def test_a_client_that_goes_in_mid_body_does_no_harm(port):
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", port), 5) as connection:
+            connection.sendall(head("Content-Length: 1000") + b"{")
+    assert status(exchange(port, head(method="GET", path="/livez"))) == 200
+
+
+def test_a_connection_is_kept_after_a_refusal(port):
+    """Also when the body of the refused call was never looked at."""
+    body = b"x" * 5_000
+    with socket.create_connection(("127.0.0.1", port), 5) as connection:
+        for path in ("/nope", "/livez", "/v1/things"):
+            connection.sendall(head(f"Content-Length: {len(body)}", path=path) + body)
+            assert status(whole_answer(connection)) in (404, 405, 422)
+        connection.sendall(head(f"Content-Length: {len(GOOD)}") + GOOD)
+        assert status(whole_answer(connection)) == 200
+
+
+def test_pipelined_requests_are_answered_in_order(port):
+    one = head(f"Content-Length: {len(GOOD)}") + GOOD
+    with socket.create_connection(("127.0.0.1", port), 5) as connection:
+        connection.sendall(one * 3 + head(method="GET", path="/nope"))
+        got = b""
+        while got.count(b"HTTP/1.1 ") < 4 or not got.endswith(b"}"):
+            got += connection.recv(65536)
+    assert [int(part[:3]) for part in got.split(b"HTTP/1.1 ")[1:]] == [200, 200, 200, 404]
+
+
+def test_a_head_of_ten_megabytes_is_refused(port):
+    answer = exchange(port, head("X: " + "a" * 10_000_000, method="GET"), timeout=10)
+    assert status(answer) in (0, 400, 413, 414, 431)
+    assert status(exchange(port, head(method="GET", path="/livez"))) == 200
+
+
+def test_many_slow_bodies_keep_nobody_waiting(port):
+    slow = []
+    try:
+        for _ in range(200):
+            connection = socket.create_connection(("127.0.0.1", port), 5)
+            connection.sendall(head("Content-Length: 1000") + b"{")
+            slow.append(connection)
+        begun = time.monotonic()
+        for _ in range(20):
+            assert status(exchange(port, head(method="GET", path="/livez"))) == 200
+        assert time.monotonic() - begun < 2
+    finally:
+        for connection in slow:
+            connection.close()
