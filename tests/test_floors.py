@@ -66,7 +66,8 @@ def test_the_database_owns_the_clock():
         f"{path.name}:{node.lineno}"
         for path in APP.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr in ("now", "utcnow", "today")
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("now", "utcnow", "today")
         and isinstance(node.value, (ast.Name, ast.Attribute))
         and (node.value.id if isinstance(node.value, ast.Name) else node.value.attr) in ("datetime", "date")
     ]

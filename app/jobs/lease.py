@@ -81,8 +81,9 @@ async def _take_limited(tx: Tx, queues: Sequence[str], seats: Sequence[_Seat]) -
             room = min(room, limits[queue] - counts.get(queue, 0))
         if room <= 0:
             continue
-        rows, _ = await _take(tx, [queue], seats[len(taken) : len(taken) + room], locked=True)
-        taken.extend({**row, "place": row["place"] + len(taken)} for row in rows)
+        before = len(taken)
+        rows, _ = await _take(tx, [queue], seats[before : before + room], locked=True)
+        taken += [{**row, "place": row["place"] + before} for row in rows]
     return taken
 
 

@@ -39,7 +39,9 @@ async def test_one_claim_deals_to_many_callers_each_with_its_own_token_worker_an
         for _ in range(5):
             await a_job(tx)
         grants = await lease.claim(
-            tx, ["q"], [ClaimCall("one", 2, 10.0), ClaimCall("two", 2, 500.0), ClaimCall("three", 3), ClaimCall("four", 1)]
+            tx,
+            ["q"],
+            [ClaimCall("one", 2, 10.0), ClaimCall("two", 2, 500.0), ClaimCall("three", 3), ClaimCall("four", 1)],
         )
     assert [len(grant.jobs) for grant in grants] == [2, 2, 1, 0]
     everything = [job for grant in grants for job in grant.jobs]
