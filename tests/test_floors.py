@@ -14,7 +14,7 @@ FLOORS = {
     5: "jobs.intake jobs.lease jobs.reclaim jobs.prune jobs.waiting queues.ops keys.ops",
     6: "jobs.epoch jobs.hints",
     7: "web.jsontext web.pages web.shapes web.problems web.gate web.door web.contract",
-    8: "jobs.schemas jobs.http queues.schemas queues.http web.health web.reference loops",
+    8: "jobs.schemas jobs.http queues.schemas queues.http web.health web.reference web.wire loops",
     9: "main devdb demo worker",
     10: "serving cli",
     11: "__main__",

@@ -11,8 +11,8 @@ and `mount(app, doors, composed)` serves them: site and key rules, known path an
 that is limited while it streams in, strict JSON, the model, the handler, the bytes of the answer. Every refusal on that
 way is a problem document.
 
-What cannot be bounded here: the time and size of the request's head, which uvicorn reads before it calls anybody, and
-how slowly a client reads an answer. A deployment that faces strangers puts a proxy in front that bounds both.
+What cannot be bounded here: the request's head, which is read before anybody is called (`web/wire.py` bounds it), and
+how slowly a client reads an answer. A deployment that faces strangers puts a proxy in front.
 """
 
 import asyncio

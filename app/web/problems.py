@@ -37,6 +37,12 @@ class RequestTimeout(Refusal):
     code = "request-timeout"
 
 
+class MalformedRequest(Refusal):
+    """What came over the socket is no HTTP request, or its head is beyond the bounds."""
+
+    code = "malformed-request"
+
+
 class Internal(Refusal):
     """A fault of the service itself; nothing inner is told."""
 
@@ -44,6 +50,7 @@ class Internal(Refusal):
 
 
 PROBLEMS: Mapping[str, Kind] = {
+    "malformed-request": Kind(400, "This is no HTTP request", "Look at the client's HTTP library or proxy."),
     "invalid-input": Kind(
         422, "The request breaks the contract", "Look at `errors`: each names a place and says what is wanted there."
     ),

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Probes and metrics, with a database that answers, is away, or hangs."""
 
 import asyncio
