@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
+from pydantic import ConfigDict
 
 from app.errors import Refusal, Unavailable
 from app.keys.ops import KeyRing
@@ -67,6 +68,8 @@ class DegradedLoop(Answered):
 
 
 class Ready(Answered):
+    model_config = ConfigDict(json_schema_serialization_defaults_required=False)
+
     status: Literal["ready"]
     degraded: list[DegradedLoop] | None = None
     """Background loops that are failing or late; only with `verbose` or `strict`."""

@@ -276,13 +276,14 @@ def parse_instant(value: Any) -> datetime.datetime:
         if hours > 23 or minutes > 59:
             raise ValueError(f"{INSTANT_SAYS}; the offset {match[9]}{match[10]}:{match[11]} does not exist")
         offset = datetime.timedelta(hours=hours, minutes=minutes) * (-1 if match[9] == "-" else 1)
-    if not 1900 <= year <= 9998:
-        raise ValueError("the year must be between 1900 and 9998")
     try:
         local = datetime.datetime(year, month, day, hour, minute, second, micros, datetime.UTC)
     except ValueError:
         raise ValueError(f"{INSTANT_SAYS}; this date or time does not exist") from None
-    return local - offset
+    try:
+        return local - offset
+    except OverflowError:
+        raise ValueError("in UTC the instant must be within the years 1 to 9999") from None
 
 
 class _InstantShape:
