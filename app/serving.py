@@ -27,6 +27,7 @@ from app.main import create_app
 from app.migrations import SchemaAhead, upgrade
 from app.settings import Settings
 from app.telemetry import configure_logs
+from app.web.wire import BoundedHttp
 
 START_PATIENCE = 30.0
 """Seconds that a database which does not answer is waited for at start."""
@@ -216,6 +217,7 @@ def _configuration(settings: Settings, factory: str | Callable[[], Any]) -> uvic
         factory=True,
         lifespan="on",
         workers=settings.workers,
+        http=BoundedHttp,
         ws="none",
         backlog=2048,
         timeout_keep_alive=75,
