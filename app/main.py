@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -9,9 +10,10 @@ from fastapi import FastAPI
 
 from app import __version__, telemetry
 from app.db import Database
+from app.errors import Unavailable
 from app.jobs import epoch
 from app.jobs.hints import LATER, Hints
-from app.jobs.http import doors as job_doors
+from app.jobs.http import all_doors as job_doors
 from app.jobs.prune import prune_pass
 from app.jobs.reclaim import Pacing, reclaim_pass
 from app.jobs.waiting import DueClock, WaitingRoom
@@ -24,6 +26,8 @@ from app.web.contract import describe
 from app.web.door import mount
 from app.web.health import Gauge, health_doors
 from app.web.reference import reference_doors
+
+log = logging.getLogger("fencepost")
 
 GAUGE_QUEUES = 500
 GAUGE_CAP = 1_000
@@ -90,10 +94,7 @@ class Service:
 
     async def start(self) -> list[asyncio.Task[None]]:
         await self.db.open()
-        with contextlib.suppress(Exception):
-            await self.keys.refresh()
-        if self.settings.admin_key is not None:
-            await self.keys.install_admin(self.settings.admin_key.get_secret_value())
+        await self._first_keys()
         running = {
             "keys": self.keys.run(self._stop),
             "loops": self.loops.run(self._stop),
@@ -102,6 +103,19 @@ class Service:
             "hints": self.hints.send_gathered(),
         }
         return [asyncio.create_task(work, name=name) for name, work in running.items()]
+
+    async def _first_keys(self) -> None:
+        """Keys before the first call. While the database is away nothing is served, so it is waited for."""
+        while True:
+            try:
+                if self.settings.admin_key is not None:
+                    await self.keys.install_admin(self.settings.admin_key.get_secret_value())
+                await self.keys.refresh()
+            except Unavailable as refusal:
+                log.warning("the keys cannot be read yet: %s", refusal)
+                await asyncio.sleep(0.5)
+            else:
+                return
 
     def drain(self) -> None:
         """The instance was told to end: not ready any more, and nobody waits."""
@@ -166,7 +180,7 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(title="Fencepost", version=__version__, lifespan=lifespan, openapi_url=None)
     app.state.service = service
     app.state.drain = service.drain
-    doors = [*job_doors.doors, *queue_doors.doors, *health_doors(service).doors]
+    doors = [*job_doors, *queue_doors.doors, *health_doors(service).doors]
     document, described = describe(app, doors, version=__version__)
     mount(app, [*doors, *described, *reference_doors(document, doors)], service)
     return app

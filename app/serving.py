@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -204,9 +205,12 @@ def _run_many(settings: Settings, listener: socket.socket, announce: Callable[[]
     # A worker builds its settings from the environment.
     values = {"HOST": settings.host, "PORT": settings.port, "DATABASE_URL": settings.database_url}
     os.environ.update({f"FENCEPOST_{name}": str(value) for name, value in values.items()})
-    workers = _Workers(_configuration(settings, "app.serving:worker"), sockets=[listener])
-    workers.announce = announce
-    workers.run()
+    with tempfile.TemporaryDirectory(prefix="fencepost-metrics-") as folder:
+        # The processes count into files here, so that any of them answers `/metrics` for all.
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        workers = _Workers(_configuration(settings, "app.serving:worker"), sockets=[listener])
+        workers.announce = announce
+        workers.run()
     if any(process.exitcode == STARTUP_FAILURE for process in workers.processes):
         raise CannotStart("a worker process failed to start; see above.")
 

@@ -55,9 +55,11 @@ def test_imports_only_go_down():
         if module.endswith("__init__"):
             assert module == "__init__" or not imports_of(path), f"{path} is a package's door and imports nothing"
             continue
-        for imported in imports_of(path):
-            if floor_of(imported) >= floor_of(module):
-                wrong.append(f"{module} (floor {floor_of(module)}) imports {imported} (floor {floor_of(imported)})")
+        wrong += [
+            f"{module} (floor {floor_of(module)}) imports {imported} (floor {floor_of(imported)})"
+            for imported in imports_of(path)
+            if floor_of(imported) >= floor_of(module)
+        ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -56,6 +56,7 @@ def test_there_are_many():
 
 def test_the_build_names_the_newest_revision(database_url):
     from alembic.script import ScriptDirectory
+
     from app.migrations import configuration
     from app.tables import REVISION
 

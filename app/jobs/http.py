@@ -17,7 +17,9 @@ from app.web.jsontext import canonical_digest
 from app.web.problems import problem
 from app.web.shapes import RawJson, check_key, parse_id, parse_instant
 
-doors = Doors("jobs")
+jobs = Doors("jobs")
+work = Doors("work")
+operate = Doors("operate")
 
 BATCH_BODY = 16 * MIB
 
@@ -119,12 +121,13 @@ def _traceparent(call: Call) -> str | None:
     return value if value is not None and len(value) == 55 and value.count("-") == 3 and value.isascii() else None
 
 
-@doors.post(
+@jobs.post(
     "/v1/jobs",
     scope="enqueue",
     body=schemas.Enqueue,
     answers={201: schemas.Enqueued, 200: schemas.Enqueued},
     refusals=("unique-key-held", "idempotency-mismatch"),
+    headers=("Idempotency-Key",),
 )
 async def enqueue_job(call: Call) -> Answer:
     """Enqueue a job.
@@ -141,7 +144,7 @@ async def enqueue_job(call: Call) -> Answer:
     return Answer(200 if row["deduplicated"] else 201, view, {"location": f"/v1/jobs/{row['id']}"})
 
 
-@doors.post(
+@jobs.post(
     "/v1/jobs/batch",
     scope="enqueue",
     body=schemas.EnqueueBatch,
@@ -180,7 +183,7 @@ async def enqueue_jobs(call: Call) -> Answer:
     )
 
 
-@doors.get(
+@jobs.get(
     "/v1/jobs",
     scope="read",
     query=schemas.JobList,
@@ -210,7 +213,7 @@ async def list_jobs(call: Call) -> Answer:
     return Answer(200, {"jobs": [job_view(row) for row in rows[:limit]], "next_cursor": cursor})
 
 
-@doors.get("/v1/jobs/{id}", scope="read", answers={200: schemas.JobRead}, refusals=("job-not-found",))
+@jobs.get("/v1/jobs/{id}", scope="read", answers={200: schemas.JobRead}, refusals=("job-not-found",))
 async def get_job(call: Call) -> Answer:
     """Read one job."""
     async with call.app.db.begin() as tx:
@@ -230,7 +233,7 @@ def read_view(row: dict[str, Any]) -> dict[str, Any]:
     return {**job_view(row), "late_result": late}
 
 
-@doors.get(
+@jobs.get(
     "/v1/jobs/{id}/attempts",
     scope="read",
     query=schemas.AttemptList,
@@ -256,7 +259,7 @@ async def list_attempts(call: Call) -> Answer:
 # --- the worker ------------------------------------------------------------------------------------------------------
 
 
-@doors.post(
+@work.post(
     "/v1/jobs/claim",
     scope="work",
     body=schemas.Claim,
@@ -323,7 +326,7 @@ def _beat(job_id: UUID, body: schemas.Heartbeat) -> Beat:
     return Beat(job_id, body.attempt_token, body.worker_id, body.lease_seconds, progress)
 
 
-@doors.post(
+@work.post(
     "/v1/jobs/{id}/heartbeat",
     scope="work",
     body=schemas.Heartbeat,
@@ -340,7 +343,7 @@ async def heartbeat_job(call: Call) -> Answer:
     return Answer(200, beat_view(_one(outcome)))
 
 
-@doors.post(
+@work.post(
     "/v1/jobs/heartbeat",
     scope="work",
     body=schemas.HeartbeatBatch,
@@ -405,9 +408,7 @@ async def _end_many(call: Call, end: End, endings: list[Ending]) -> Answer:
 _ENDED = ("job-not-found", "lease-lost", "attempt-ended")
 
 
-@doors.post(
-    "/v1/jobs/{id}/complete", scope="work", body=schemas.Complete, answers={200: schemas.Ended}, refusals=_ENDED
-)
+@work.post("/v1/jobs/{id}/complete", scope="work", body=schemas.Complete, answers={200: schemas.Ended}, refusals=_ENDED)
 async def complete_job(call: Call) -> Answer:
     """Complete a job with its result.
 
@@ -416,7 +417,7 @@ async def complete_job(call: Call) -> Answer:
     return await _end_one(call, lease.complete, _complete(call.path["id"], call.body))
 
 
-@doors.post(
+@work.post(
     "/v1/jobs/complete",
     scope="work",
     body=schemas.CompleteBatch,
@@ -428,7 +429,7 @@ async def complete_jobs(call: Call) -> Answer:
     return await _end_many(call, lease.complete, [_complete(item.id, item) for item in call.body.items])
 
 
-@doors.post(
+@work.post(
     "/v1/jobs/{id}/fail",
     scope="work",
     body=schemas.Fail,
@@ -445,7 +446,7 @@ async def fail_job(call: Call) -> Answer:
     return await _end_one(call, lease.fail, _fail(call.path["id"], call.body))
 
 
-@doors.post(
+@work.post(
     "/v1/jobs/fail",
     scope="work",
     body=schemas.FailBatch,
@@ -458,7 +459,7 @@ async def fail_jobs(call: Call) -> Answer:
     return await _end_many(call, lease.fail, [_fail(item.id, item) for item in call.body.items])
 
 
-@doors.post(
+@work.post(
     "/v1/jobs/{id}/release",
     scope="work",
     body=schemas.Release,
@@ -474,7 +475,7 @@ async def release_job(call: Call) -> Answer:
     return await _end_one(call, lease.release, _release(call.path["id"], call.body))
 
 
-@doors.post(
+@work.post(
     "/v1/jobs/release",
     scope="work",
     body=schemas.ReleaseBatch,
@@ -490,7 +491,7 @@ async def release_jobs(call: Call) -> Answer:
 # --- the operator ----------------------------------------------------------------------------------------------------
 
 
-@doors.post(
+@operate.post(
     "/v1/jobs/{id}/cancel",
     scope="operate",
     body=schemas.Cancel,
@@ -518,7 +519,7 @@ async def cancel_job(call: Call) -> Answer:
     return Answer(202 if row["status"] == "processing" else 200, read_view(row))
 
 
-@doors.post(
+@operate.post(
     "/v1/jobs/{id}/requeue",
     scope="operate",
     body=schemas.Requeue,
@@ -545,7 +546,7 @@ async def requeue_job(call: Call) -> Answer:
     return Answer(200, read_view(row))
 
 
-@doors.post(
+@operate.post(
     "/v1/jobs/{id}/resolve",
     scope="operate",
     body=schemas.Resolve,
@@ -575,3 +576,6 @@ async def resolve_job(call: Call) -> Answer:
         )
     )
     return Answer(200, read_view(row))
+
+
+all_doors = [*jobs.doors, *work.doors, *operate.doors]

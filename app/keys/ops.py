@@ -89,8 +89,8 @@ class KeyRing:
 
     async def install_admin(self, secret: str) -> None:
         """The bootstrap key (scope admin). Only its hash is kept; another secret replaces the one before."""
-        if not re.fullmatch(r"[\x21-\x7e]{16,512}", secret):
-            raise ValueError("FENCEPOST_ADMIN_KEY must be 16 to 512 visible ASCII characters without a space.")
+        if not re.fullmatch(r"[\x21-\x7e]{8,512}", secret):
+            raise ValueError("FENCEPOST_ADMIN_KEY must be 8 to 512 visible ASCII characters without a space.")
         async with self._db.begin() as tx:
             await tx.run(
                 sql.INSTALL,

@@ -71,8 +71,8 @@ class Ready(Answered):
     model_config = ConfigDict(json_schema_serialization_defaults_required=False)
 
     status: Literal["ready"]
-    degraded: list[DegradedLoop] | None = None
-    """Background loops that are failing or late; only with `verbose` or `strict`."""
+    degraded: list[DegradedLoop]
+    """Background loops that are failing or late."""
 
 
 T = TypeVar("T")
@@ -126,19 +126,22 @@ def health_doors(composed: Composed) -> Doors:
     async def get_readyz(call: Call) -> Answer:
         """Whether this instance can do work now.
 
-        Open to all; `verbose` and `strict` need a key with the scope `read` where keys are asked.
+        A background loop that does not pass is told in `degraded` and turns only `strict` red. Open to all; `verbose`
+        needs a key with the scope `read` where keys are asked.
         """
-        details = call.query.verbose or call.query.strict
-        if details:
+        if call.query.verbose:
             headers = {name.lower(): value for name, value in call.request.headers.items()}
             gate.identify(composed.keys, "read", headers, {})
         found = await database()
         degraded = [
-            {"loop": row["loop"], "last_pass_at": row["last_pass_at"], "error": row.get("error")}
+            {"loop": row["loop"], "last_pass_at": row["last_pass_at"]}
+            | ({"error": row.get("error")} if call.query.verbose else {})
             for row in (composed.loops.status() if composed.loops is not None else ())
             if row["degraded"]
         ]
-        facts: dict[str, Any] = {"degraded": degraded, "database": dict(found)} if details else {}
+        facts: dict[str, Any] = {"degraded": degraded}
+        if call.query.verbose:
+            facts["database"] = dict(found)
         if composed.draining:
             raise Unavailable("This instance is shutting down.", **facts)
         if not found["writable"]:

@@ -113,7 +113,7 @@ PROBLEMS: Mapping[str, Kind] = {
         415, "The body's type is not supported", "Send `Content-Type: application/json` and no Content-Encoding."
     ),
     "too-many-waiters": Kind(
-        429, "Too many calls wait already", "Wait `Retry-After` seconds, or claim without `wait_seconds`."
+        503, "Too many calls wait already", "Wait `Retry-After` seconds, or claim without `wait_seconds`."
     ),
     "internal": Kind(
         500, "The service failed", "Nothing was promised. Repeat the call with the same keys; tell the operator."

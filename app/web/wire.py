@@ -20,8 +20,11 @@ HEAD_SECONDS = 15.0
 class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._between = True
+        """No request under way: the next byte begins a head."""
         self._in_head = True
         self._head_bytes = 0
+        self._begun = 0
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -33,14 +36,20 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        fresh, self._begun = self._between, 0
         if self._in_head:
             self._head_bytes += len(data)
         super().data_received(data)
+        if fresh and self._begun == 1 and self._in_head:
+            # All of this read is of the one head that began with it; behind another request only later reads count.
+            self._head_bytes = len(data)
         if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
             self._refuse(f"The head of the request is larger than {HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._between = False
+        self._begun += 1
         self._in_head = True
         self._head_bytes = 0
         self._arm()
@@ -49,6 +58,10 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = False
         self._disarm()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._between = True
+        super().on_message_complete()
 
     def _arm(self) -> None:
         self._disarm()

@@ -4,10 +4,10 @@ import asyncio
 from datetime import timedelta
 
 import pytest
+
 from app.errors import FenceMoved, IdempotencyMismatch, InvalidInput, JobNotFound, MoveRefused, UniqueKeyHeld
 from app.jobs import intake, lease, reclaim
 from app.jobs.model import ClaimCall, Ending, NewJob, new_id
-
 from tests.factories import a_job, read
 
 OPERATOR = {"actor": "op", "reason": "because", "expected_fence": None}

@@ -4,10 +4,10 @@ import asyncio
 import uuid
 
 import pytest
+
 from app.errors import AttemptEnded, IdempotencyMismatch, JobNotFound, LeaseLost, Refusal, WorkerMismatch
 from app.jobs import intake, lease
 from app.jobs.model import Beat, ClaimCall, Ending, NewJob
-
 from tests.factories import a_job, read
 
 

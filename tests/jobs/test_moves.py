@@ -4,10 +4,10 @@ What MOVES allows must happen and end where it says; what it does not name must 
 """
 
 import pytest
+
 from app.errors import Refusal
 from app.jobs import intake, lease, reclaim
 from app.jobs.model import MOVES, Beat, ClaimCall, Ending, Status, token_digest
-
 from tests.factories import a_job, read
 
 VARIANTS = {

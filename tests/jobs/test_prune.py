@@ -1,7 +1,6 @@
 """What is deleted, and what never is."""
 
 from app.jobs.prune import prune_pass
-
 from tests.factories import a_job
 
 DAY = 86_400
@@ -19,8 +18,9 @@ async def prune(db):
 async def test_retention_by_status_and_queue(db):
     async with db.begin() as tx:
         await tx.run(
-            "INSERT INTO queues (name, retention_seconds, failed_retention_seconds, paused, hold_since, hold_until) VALUES "
-            "('q', NULL, NULL, false, NULL, NULL), ('short', 60, 60, true, fencepost_now(), fencepost_now() + interval '1 day')"
+            "INSERT INTO queues (name, retention_seconds, failed_retention_seconds, paused, hold_since, hold_until) "
+            "VALUES ('q', NULL, NULL, false, NULL, NULL), "
+            "('short', 60, 60, true, fencepost_now(), fencepost_now() + interval '1 day')"
         )
         gone = [
             await a_job(tx, "done", finished_ago=8 * DAY),
@@ -49,8 +49,8 @@ async def test_history_and_late_results_go_with_the_job_and_not_before(db):
         young, old = await a_job(tx, "done"), await a_job(tx, "done", finished_ago=8 * DAY)
         for job in (young, old):
             await tx.run(
-                "INSERT INTO job_attempts (job_id, fence, number, worker_id, claimed_at, ended_at, outcome, token_sha256, "
-                "status_after) VALUES (%(id)s, 1, 1, 'w', fencepost_now() - interval '99 days', "
+                "INSERT INTO job_attempts (job_id, fence, number, worker_id, claimed_at, ended_at, outcome, "
+                "token_sha256, status_after) VALUES (%(id)s, 1, 1, 'w', fencepost_now() - interval '99 days', "
                 "fencepost_now() - interval '99 days', 'failed', '', 'queued')",
                 {"id": job.id},
             )
@@ -64,8 +64,8 @@ async def test_more_than_a_batch(db):
         await tx.run("INSERT INTO queues (name) VALUES ('q')")
         await a_job(tx, "done", finished_ago=8 * DAY)
         await tx.run(
-            "INSERT INTO jobs (id, queue, kind, payload, status, max_attempts, max_reclaims, available_at, finished_at) "
-            "SELECT gen_random_uuid(), 'q', 'k', '1', 'done', 1, 1, fencepost_now(), fencepost_now() - interval '8 days' "
-            "FROM generate_series(1, 2500)"
+            "INSERT INTO jobs (id, queue, kind, payload, status, max_attempts, max_reclaims, available_at, finished_at)"
+            " SELECT gen_random_uuid(), 'q', 'k', '1', 'done', 1, 1, fencepost_now(), "
+            "fencepost_now() - interval '8 days' FROM generate_series(1, 2500)"
         )
     assert await prune(db) == 2501

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
+
 from app.errors import LeaseLost, Unavailable
 from app.jobs import epoch, lease, reclaim
 from app.jobs.model import Ending
-
 from tests.factories import a_job, read
 
 NO_GRACE = reclaim.Pacing(interval=2.0, grace=0.0)
@@ -16,7 +16,8 @@ GRACE = reclaim.Pacing(interval=2.0, grace=30.0)
 async def state(db):
     async with db.begin() as tx:
         return await tx.row(
-            "SELECT last_pass_at, grace_until, grace_until > fencepost_now() AS in_grace FROM loops WHERE name = 'reclaim'"
+            "SELECT last_pass_at, grace_until, grace_until > fencepost_now() AS in_grace FROM loops "
+            "WHERE name = 'reclaim'"
         )
 
 

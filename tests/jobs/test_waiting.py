@@ -3,11 +3,13 @@
 import asyncio
 
 import pytest
+
 from app.errors import TooManyWaiters, Unavailable
 from app.jobs import intake
 from app.jobs.hints import Hints
 from app.jobs.model import NewJob
 from app.jobs.waiting import DueClock, WaitingRoom, wait_for_jobs
+from tests.harness import wait_until
 
 
 class Shelf:
@@ -155,8 +157,11 @@ async def test_hints_cross_instances_and_ignore_their_own(db):
     shelf = Shelf()
     hints = [Hints(db, db.url, room, lambda wait=0.0: None) for room in rooms]
     tasks = [asyncio.create_task(job) for hint in hints for job in (hint.listen(), hint.send_gathered())]
-    while not all(hint.live for hint in hints):
-        await asyncio.sleep(0.01)
+
+    async def all_listen():
+        return all(hint.live for hint in hints)
+
+    await wait_until(all_listen)
     here, there = sit(rooms[0], shelf, ["q"]), sit(rooms[1], shelf, ["q"])
     await settled()
     shelf.jobs["q"] = 1

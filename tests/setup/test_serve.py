@@ -241,3 +241,12 @@ def test_a_password_is_in_no_description():
     assert "hush" not in serving.named("postgresql://me:hush@db.internal/mine")
     settings = Settings(database_url="postgresql://me:hush@db.internal/mine")
     assert "hush" not in serving._described(settings)
+
+
+def test_counters_of_several_processes_are_summed(serve):
+    service = serve("--workers", "2")
+    for n in range(40):
+        # A connection each, so that both processes get some.
+        httpx2.post(f"{service.url}/v1/jobs", json={"queue": "q", "payload": n}).raise_for_status()
+    for _ in range(5):
+        assert 'fencepost_enqueues_total{queue="q"} 40.0' in httpx2.get(f"{service.url}/metrics").text

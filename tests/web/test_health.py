@@ -56,7 +56,8 @@ async def test_a_failing_loop_is_told_and_turns_only_the_strict_probe_red():
     app = make_app()
     app.state.composed.loops.rows = [LATE, FINE]
     async with client_of(app) as client:
-        assert (await client.get("/readyz")).json() == {"status": "ready"}
+        open_answer = {"status": "ready", "degraded": [{"loop": "reclaim", "last_pass_at": "2026-01-01T00:00:00Z"}]}
+        assert (await client.get("/readyz")).json() == open_answer
         told = (await client.get("/readyz?verbose")).json()
         assert told["degraded"] == [{"loop": "reclaim", "last_pass_at": "2026-01-01T00:00:00Z", "error": "boom"}]
         assert is_problem(await client.get("/readyz?strict=true"), 503, "unavailable")["degraded"]
@@ -68,8 +69,9 @@ async def test_details_need_a_key_where_keys_are_asked():
     async with client_of(make_app(KeyedRing())) as client:
         assert (await client.get("/readyz")).status_code == 200
         assert (await client.get("/readyz?verbose")).status_code == 401
-        assert (await client.get("/readyz?strict=true", headers={"authorization": "Bearer work"})).status_code == 403
-        assert (await client.get("/readyz?strict=true", headers={"authorization": "Bearer read"})).status_code == 200
+        assert (await client.get("/readyz?strict=true")).status_code == 200
+        assert (await client.get("/readyz?verbose=true", headers={"authorization": "Bearer work"})).status_code == 403
+        assert (await client.get("/readyz?verbose=true", headers={"authorization": "Bearer read"})).status_code == 200
 
 
 async def test_metrics():

@@ -1,0 +1,130 @@
+"""Behind pgbouncer in transaction mode: no prepared statements, no session state; wake-ups by polling or DIRECT_URL."""
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import psycopg
+import pytest
+
+from tests.harness import wait_for
+
+PGBOUNCER = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
+
+pytestmark = pytest.mark.skipif(
+    PGBOUNCER is None, reason="pgbouncer is not installed (Debian: apt-get install pgbouncer)"
+)
+
+
+@pytest.fixture
+def pooled(database_url, tmp_path):
+    """The URL of the test's database through a pgbouncer with few server connections."""
+    target = psycopg.conninfo.conninfo_to_dict(database_url)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config, users = tmp_path / "pgbouncer.ini", tmp_path / "users.txt"
+    users.write_text(f'"{target["user"]}" ""\n')
+    config.write_text(
+        f"""[databases]
+{target["dbname"]} = host={target["host"]} port={target.get("port", 5432)} dbname={target["dbname"]}
+[pgbouncer]
+listen_addr = 127.0.0.1
+listen_port = {port}
+unix_socket_dir =
+auth_type = trust
+auth_file = {users}
+pool_mode = transaction
+default_pool_size = 4
+max_client_conn = 200
+logfile =
+pidfile =
+"""
+    )
+    command = [PGBOUNCER, str(config)]
+    if os.geteuid() == 0:
+        # It refuses to run as root; the server's socket folder is its owner's, who is then the one to be.
+        socket_folder = Path(str(target["host"])) if str(target["host"]).startswith("/") else Path("/")
+        uid = socket_folder.stat().st_uid or pwd.getpwnam("nobody").pw_uid
+        for path in (tmp_path, config, users):
+            os.chown(path, uid, -1)
+        for parent in list(tmp_path.parents)[:3]:
+            parent.chmod(parent.stat().st_mode | 0o011)
+        command = ["setpriv", "--reuid", str(uid), "--clear-groups", *command]
+    log = tmp_path / "pgbouncer.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out)
+    url = f"postgresql://{target['user']}@127.0.0.1:{port}/{target['dbname']}"
+
+    def answers():
+        assert process.poll() is None, log.read_text()
+        try:
+            psycopg.connect(url, prepare_threshold=None).close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+    try:
+        wait_for(answers)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def enqueue_claim_complete(service, number: int) -> int:
+    done = 0
+    with httpx2.Client(base_url=service.url, timeout=60) as client:
+        for n in range(25):
+            key = {"Idempotency-Key": uuid.uuid4().hex}
+            client.post("/v1/jobs", json={"queue": "q", "payload": [number, n]}, headers=key).raise_for_status()
+            claim = {"worker_id": f"w{number}", "queues": ["q"], "max_jobs": 2, "wait_seconds": 1}
+            for job in client.post("/v1/jobs/claim", json=claim).raise_for_status().json()["jobs"]:
+                body = {"attempt_token": job["attempt_token"], "worker_id": f"w{number}"}
+                client.post(f"/v1/jobs/{job['id']}/heartbeat", json=body).raise_for_status()
+                end = {"attempt_token": job["attempt_token"], "result": n}
+                client.post(f"/v1/jobs/{job['id']}/complete", json=end).raise_for_status()
+                done += 1
+    return done
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_whole_life_behind_a_pooler(serve, pooled, database_url, direct):
+    environment = {"FENCEPOST_DATABASE_URL": pooled, "FENCEPOST_PREPARED_STATEMENTS": "false"}
+    if direct:
+        environment["FENCEPOST_DIRECT_URL"] = database_url
+    one, two = serve(**environment), serve(**environment)
+    with ThreadPoolExecutor(8) as threads:
+        done = list(threads.map(lambda n: enqueue_claim_complete([one, two][n % 2], n), range(8)))
+    with httpx2.Client(base_url=one.url) as client:
+        left = client.post("/v1/jobs/claim", json={"worker_id": "w", "queues": ["q"], "max_jobs": 100}).json()["jobs"]
+    assert sum(done) + len(left) == 200
+    with psycopg.connect(database_url) as connection:
+        counts = dict(connection.execute("SELECT status, count(*) FROM jobs GROUP BY status").fetchall())
+    assert counts == {"done": sum(done)} | ({"processing": len(left)} if left else {})
+
+
+def test_a_waiter_on_another_instance_is_woken_without_a_listening_connection(serve, pooled):
+    environment = {"FENCEPOST_DATABASE_URL": pooled, "FENCEPOST_PREPARED_STATEMENTS": "false"}
+    one, two = serve(**environment), serve(**environment)
+
+    def wait():
+        claim = {"worker_id": "w", "queues": ["q"], "wait_seconds": 20}
+        begun = time.monotonic()
+        jobs = httpx2.post(f"{one.url}/v1/jobs/claim", json=claim, timeout=60).json()["jobs"]
+        return jobs, time.monotonic() - begun
+
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(wait)
+        wait_for(lambda: "fencepost_waiters 1.0" in httpx2.get(f"{one.url}/metrics").text, every=0.1)
+        httpx2.post(f"{two.url}/v1/jobs", json={"queue": "q", "payload": 1}).raise_for_status()
+        jobs, seconds = waiting.result()
+    assert len(jobs) == 1
+    assert seconds < 15, "woken by polling, not by the end of its time"
