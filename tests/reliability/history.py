@@ -54,6 +54,7 @@ class Event:
     op: str
     answer: str
     sent: float
+    received: float = 0.0
     status: int | None = None
     code: str | None = None
     worker: str = ""

@@ -26,7 +26,8 @@ SECOND = 1_000_000
 LEASE = 2 * SECOND
 
 BUGS = {
-    "stale_complete": "I3", "stale_heartbeat": "I3", "stale_fail": "I3", "refuses_good_token": "I3",
+    "stale_complete": "I3", "stale_heartbeat": "I3", "beat_after_end": "I3", "stale_fail": "I3",
+    "refuses_good_token": "I3",
     "fail_not_kept": "I3", "released_by_nobody_as_failed": "I3", "lies_about_end": "I3",
     "early_reclaim": "I9", "short_heartbeat": "I9", "shorter_lease": "I9",
     "undo_done": "I4", "completion_lost": "I4", "other_result": "I4", "done_by_nobody": "I4",
@@ -159,7 +160,12 @@ class Simulation:
 
     def heartbeat(self, held: Held, lease: int) -> dict[str, Any]:
         job = self.jobs.get(held.job)
-        if job is None or (job.token != held.token and not (job.token and self._buggy("stale_heartbeat"))):
+        if job is None:
+            return self._refused(job, held)
+        stale_ok = (job.token and self._buggy("stale_heartbeat")) or (
+            held.token in job.ended and self._buggy("beat_after_end")
+        )
+        if job.token != held.token and not stale_ok:
             return self._refused(job, held)
         job.expires_at = max(job.expires_at, self.now + lease)
         told = job.expires_at
@@ -255,6 +261,7 @@ class Simulation:
             told = {"answer": UNKNOWN, "status": self.random.choice([None, 503])}
         for name, value in told.items():
             setattr(event, name, value)
+        event.sent = event.received = float(self.now)
         self.events.append(event)
         return event
 
