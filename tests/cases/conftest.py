@@ -48,9 +48,12 @@ def no_scars(request):
     if "pair" not in request.fixturenames:
         yield
         return
-    services = request.getfixturevalue("pair").services
+    pair = request.getfixturevalue("pair")
+    services = pair.services
     before = [len(service.log()) for service in services]
     yield
+    for api in (pair.a, pair.b):
+        api.drop_sockets()
     for service, length in zip(services, before, strict=True):
         assert service.process.poll() is None, service.log()[-3000:]
         assert not SCARS.search(service.log()[length:]), service.log()[length:][-3000:]

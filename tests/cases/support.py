@@ -66,9 +66,17 @@ class Api:
         self.address = (str(urlsplit(url).hostname), int(urlsplit(url).port or 80))
         limits = httpx2.Limits(max_connections=200, max_keepalive_connections=200)
         self.http = httpx2.Client(base_url=url, timeout=40.0, limits=limits, trust_env=False)
+        self.sockets: list[socket.socket] = []
 
     def close(self) -> None:
         self.http.close()
+        self.drop_sockets()
+
+    def drop_sockets(self) -> None:
+        """Close what a case left open."""
+        for sock in self.sockets:
+            sock.close()
+        self.sockets.clear()
 
     def call(
         self,
@@ -189,7 +197,9 @@ class Api:
     # --- raw sockets -------------------------------------------------------------------------------------------------
 
     def connect(self, seconds: float = 30.0) -> socket.socket:
-        return socket.create_connection(self.address, timeout=seconds)
+        sock = socket.create_connection(self.address, timeout=seconds)
+        self.sockets.append(sock)
+        return sock
 
     def request_bytes(self, method: str, path: str, body: bytes = b"", headers: Iterable[str] = ()) -> bytes:
         head = [f"{method} {path} HTTP/1.1", f"Host: {self.address[0]}:{self.address[1]}"]

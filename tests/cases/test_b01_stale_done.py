@@ -61,7 +61,9 @@ def test_every_verb_single_and_in_a_batch_before_and_after_the_second_claim(pair
     def try_all(state, fences):
         for number, verb in enumerate(VERBS):
             alone, batched = stale[ids[number]], stale[ids[number + 4]]
-            refused(pair.each(number).end(verb, alone, **CONTENT[verb]).body, alone["id"], "reclaimed", fences[alone["id"]])
+            refused(
+                pair.each(number).end(verb, alone, **CONTENT[verb]).body, alone["id"], "reclaimed", fences[alone["id"]]
+            )
             [result] = pair.each(number + 1).end_many(verb, [batched], **CONTENT[verb])
             assert not result["ok"]
             assert result["status"] == state

@@ -68,7 +68,9 @@ def test_done_against_reclaim(pair):
             assert all(result["ok"] for result in pair.b.end_many("complete", list(again.values()), result="second"))
         passes(pair.sql, 5)
         assert books(pair.a, pair.sql, queue, JOBS)["done"] == JOBS
-        late = pair.sql("SELECT result #>> '{}' AS result, count(*)::int AS n FROM jobs WHERE queue = %s GROUP BY 1", queue)
+        late = pair.sql(
+            "SELECT result #>> '{}' AS result, count(*)::int AS n FROM jobs WHERE queue = %s GROUP BY 1", queue
+        )
         assert {row["result"]: row["n"] for row in late} == {
             word: len(group) for word, group in (("kept", won), ("second", lost)) if group
         }
@@ -95,7 +97,9 @@ def test_another_ending_against_reclaim(pair, verb):
         )
         assert sum(row["n"] for row in kept) == sum(row["jobs"] for row in kept) == JOBS
         assert {row["outcome"]: row["n"] for row in kept} == {
-            word: len(group) for word, group in (({"fail": "failed"}.get(verb, "released"), won), ("reclaimed", lost)) if group
+            word: len(group)
+            for word, group in (({"fail": "failed"}.get(verb, "released"), won), ("reclaimed", lost))
+            if group
         }
     both_happened(rounds)
 
@@ -129,6 +133,7 @@ def test_a_call_that_waits_behind_a_lock_on_an_expired_row(pair, verb):
     with pair.sql.open_transaction(
         "UPDATE jobs SET lease_expires_at = fencepost_now() - interval '1 second' WHERE id = ANY(%s::uuid[])", ids
     ) as connection:
+
         def let_go():
             # The calls must stand in the rows' queues before the sweep can take them.
             deadline = time.monotonic() + 0.8

@@ -132,7 +132,8 @@ def test_repeats_of_an_operator_change_nothing(pair):
             assert reply.status == 200
             assert pair.a.get(job_id) == before
     told = pair.sql(
-        "SELECT action, count(*)::int AS n FROM audit WHERE target = ANY(%s) GROUP BY 1 ORDER BY 1", [cancelled, requeued]
+        "SELECT action, count(*)::int AS n FROM audit WHERE target = ANY(%s) GROUP BY 1 ORDER BY 1",
+        [cancelled, requeued],
     )
     assert told == [{"action": "job.cancel", "n": 2}, {"action": "job.requeue", "n": 1}]
     processing = held(pair)
