@@ -5,6 +5,7 @@ import pwd
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -27,46 +28,43 @@ pytestmark = pytest.mark.skipif(
 def pooled(database_url, tmp_path):
     """The URL of the test's database through a pgbouncer with few server connections."""
     target = psycopg.conninfo.conninfo_to_dict(database_url)
+    host, folder = str(target["host"]), Path(tempfile.mkdtemp(prefix="fencepost-pooler-"))
+    by_socket = host.startswith("/")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    config, users = tmp_path / "pgbouncer.ini", tmp_path / "users.txt"
-    users.write_text(f'"{target["user"]}" ""\n')
-    config.write_text(
+    (folder / "users.txt").write_text(f'"{target["user"]}" ""\n')
+    (folder / "pgbouncer.ini").write_text(
         f"""[databases]
-{target["dbname"]} = host={target["host"]} port={target.get("port", 5432)} dbname={target["dbname"]}
+{target["dbname"]} = host={"/proc/self/cwd" if by_socket else host} port={target.get("port", 5432)}
 [pgbouncer]
 listen_addr = 127.0.0.1
 listen_port = {port}
 unix_socket_dir =
 auth_type = trust
-auth_file = {users}
+auth_file = {folder}/users.txt
 pool_mode = transaction
 default_pool_size = 4
 max_client_conn = 200
-logfile =
-pidfile =
 """
     )
-    command = [PGBOUNCER, str(config)]
+    command = [str(PGBOUNCER), str(folder / "pgbouncer.ini")]
     if os.geteuid() == 0:
-        # It refuses to run as root; the server's socket folder is its owner's, who is then the one to be.
-        socket_folder = Path(str(target["host"])) if str(target["host"]).startswith("/") else Path("/")
-        uid = socket_folder.stat().st_uid or pwd.getpwnam("nobody").pw_uid
-        for path in (tmp_path, config, users):
+        # It refuses to run as root. The server's socket lies in a folder of its user's, perhaps below one that only
+        # root may enter: hence by the working directory.
+        uid = Path(host).stat().st_uid if by_socket else pwd.getpwnam("nobody").pw_uid
+        for path in (folder, *folder.iterdir()):
             os.chown(path, uid, -1)
-        for parent in list(tmp_path.parents)[:3]:
-            parent.chmod(parent.stat().st_mode | 0o011)
         command = ["setpriv", "--reuid", str(uid), "--clear-groups", *command]
     log = tmp_path / "pgbouncer.log"
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out)
+        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=host if by_socket else "/")
     url = f"postgresql://{target['user']}@127.0.0.1:{port}/{target['dbname']}"
 
     def answers():
         assert process.poll() is None, log.read_text()
         try:
-            psycopg.connect(url, prepare_threshold=None).close()
+            psycopg.connect(url, prepare_threshold=None, connect_timeout=5).close()
         except psycopg.OperationalError:
             return False
         return True
@@ -77,6 +75,7 @@ pidfile =
     finally:
         process.terminate()
         process.wait()
+        shutil.rmtree(folder)
 
 
 def enqueue_claim_complete(service, number: int) -> int:
