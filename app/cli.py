@@ -91,6 +91,13 @@ def test(context: typer.Context) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "pytest", *context.args])
 
 
+@cli.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def soak(context: typer.Context) -> None:
+    """Kill instances under load for some minutes and judge what was said: jobs lost, stale tokens, lateness."""
+    os.chdir(ROOT)
+    os.execv(sys.executable, [sys.executable, "-m", "tests.reliability.soak", *context.args])
+
+
 @cli.command()
 def openapi() -> None:
     """Print the OpenAPI document."""

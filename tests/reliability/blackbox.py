@@ -73,7 +73,7 @@ async def _run(
     for instance in instances:
         instance.start()
     for instance in instances:
-        await _ready(instance)
+        await ready(instance)
     began = time.monotonic()
     recorder = Recorder(instances, seed)
     over, calm = asyncio.Event(), asyncio.Event()
@@ -94,7 +94,7 @@ async def _run(
     await asyncio.gather(*workers)
     nemesis.heal()
     wire = Wire(instances[0].port)
-    await _ready(instances[0])
+    await ready(instances[0])
     read, told = await read_out(url, wire, say)
     wire.close()
     checking = time.monotonic()
@@ -109,13 +109,14 @@ async def _run(
             "check_seconds": round(time.monotonic() - checking, 2),
             "faults": nemesis.counts,
             **figures(recorder.events, read, recorder.faulty),
+            "stale_accepted": sum(violation.rule == "I3" for violation in violations),
             "violations": len(violations),
         },
         nemesis.log,
     )
 
 
-async def _ready(instance: Instance, seconds: float = 30.0) -> None:
+async def ready(instance: Instance, seconds: float = 30.0) -> None:
     wire = Wire(instance.port)
 
     async def answers() -> bool:

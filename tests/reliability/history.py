@@ -144,6 +144,7 @@ def figures(events: list[Event], read: ReadOut, faulty: set[str]) -> dict[str, A
         for attempt in job.attempts
         if attempt.outcome == "reclaimed"
     ]
+    unanswered = {event.token for event in events if event.token and event.answer == UNKNOWN}
     answers: dict[str, int] = {}
     for event in events:
         answers[str(event.status)] = answers.get(str(event.status), 0) + 1
@@ -163,6 +164,7 @@ def figures(events: list[Event], read: ReadOut, faulty: set[str]) -> dict[str, A
         "extra_executions": len(reclaimed),
         "extra_after_worker_fault": sum(token in faulty for token, _ in reclaimed if token),
         "extra_after_lost_claim_answer": sum(token is None for token, _ in reclaimed),
-        "extra_other": sum(token is not None and token not in faulty for token, _ in reclaimed),
+        "extra_after_unanswered_calls": sum(token in unanswered - faulty for token, _ in reclaimed),
+        "extra_unexplained": sum(token is not None and token not in unanswered | faulty for token, _ in reclaimed),
         "internal_errors": sum((event.status or 0) >= 500 and event.status != 503 for event in events),
     }
