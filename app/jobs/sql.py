@@ -531,6 +531,9 @@ FROM loops ORDER BY name
 
 # --- the operator ----------------------------------------------------------------------------------------------------
 
+# HAZARD. When a claim commits while `held` waits for its lock, `h.was` is of the new version of the row, but an UPDATE
+# checks the constraints on the version of its snapshot first (still queued), and only then goes to the new one. So the
+# SET of `asked` must make a good row of either.
 CANCEL = f"""
 WITH held AS MATERIALIZED (
     SELECT {_ATTEMPT}, j.status AS was FROM jobs j
@@ -538,7 +541,9 @@ WITH held AS MATERIALIZED (
         AND j.status IN ('queued', 'manual_review', 'processing')
     FOR UPDATE
 ), asked AS (
-    UPDATE jobs j SET cancel_requested_at = coalesce(j.cancel_requested_at, fencepost_now()),
+    UPDATE jobs j SET
+        cancel_requested_at = CASE WHEN j.status = 'processing'
+            THEN coalesce(j.cancel_requested_at, fencepost_now()) END,
         updated_at = fencepost_now()
     FROM held h WHERE j.id = h.id AND h.was = 'processing' AND NOT %(force)s
     RETURNING {JOB}, h.was
