@@ -23,13 +23,10 @@ def race(pair, queue, verb, **content):
     shares = [claimed[n::THREADS] for n in range(THREADS)]
 
     def send(number):
-        replies = []
         moment = ends + random.uniform(-0.08, 0.03)
         while (left := moment - time.monotonic()) > 0:
             time.sleep(left)
-        for job in shares[number]:
-            replies.append((job, pair.each(number).end(verb, job, **content)))
-        return replies
+        return [(job, pair.each(number).end(verb, job, **content)) for job in shares[number]]
 
     with ThreadPoolExecutor(THREADS) as pool:
         return claimed, [pair_ for share in pool.map(send, range(THREADS)) for pair_ in share]

@@ -1,4 +1,4 @@
-"""B13: the reply was lost and the call is sent again: the first answer, nothing moved; another content is a conflict."""
+"""B13: the reply was lost, the call is sent again: the first answer, nothing moved; other content is a conflict."""
 
 import json
 import uuid
