@@ -299,12 +299,12 @@ async def claim_jobs(call: Call) -> Answer:
         try:
             request = (claim.key_id, claim.worker_id, claim.request_id) if claim.request_id is not None else None
             await wait_for_jobs(call.app.waiting, queues, body.wait_seconds, attempt, request=request, gone=gone)
-            # One turn of the event loop: a connection closed while the claim ran is known after it.
-            await asyncio.sleep(0)
         finally:
             watch.cancel()
     grant = grants[-1] if grants else lease.Grant([], None)
-    if grant.jobs and not grant.replayed and gone.is_set():
+    # One turn of the event loop: a connection closed while the claim ran is known after it.
+    await asyncio.sleep(0)
+    if grant.jobs and not grant.replayed and (gone.is_set() or await call.request.is_disconnected()):
         await lease.give_back(call.app.db, grant.jobs)
     return Answer(
         200,

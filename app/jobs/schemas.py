@@ -4,7 +4,7 @@ from datetime import datetime
 from typing import Annotated, Any, Literal
 from uuid import UUID
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from app.web.shapes import (
     DAY,
@@ -288,6 +288,10 @@ class Ended(Answered):
 
 
 class _Result(Answered):
+    """An item of a batch: with `ok` what the single call answers, else `problem`."""
+
+    model_config = ConfigDict(json_schema_serialization_defaults_required=False)
+
     index: Int32
     id: UUID | None
     ok: bool
