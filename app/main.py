@@ -94,7 +94,12 @@ class Service:
 
     async def start(self) -> list[asyncio.Task[None]]:
         await self.db.open()
-        await self._first_keys()
+        try:
+            await self._first_keys()
+        except BaseException:
+            # The tasks of an open pool would keep the process from ending.
+            await self.db.close()
+            raise
         running = {
             "keys": self.keys.run(self._stop),
             "loops": self.loops.run(self._stop),

@@ -24,6 +24,7 @@ from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
 from app import devdb
+from app.keys.ops import check_admin_key
 from app.main import create_app
 from app.migrations import SchemaAhead, upgrade
 from app.settings import Settings
@@ -42,6 +43,11 @@ def serve(settings: Settings) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises CannotStart."""
     _on_signals(_leave)
     configure_logs()
+    if settings.admin_key is not None:
+        try:
+            check_admin_key(settings.admin_key.get_secret_value())
+        except ValueError as problem:
+            raise CannotStart(str(problem)) from None
     listener, loopback = bind(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
     with database(settings) as settings:

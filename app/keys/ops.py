@@ -69,6 +69,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def check_admin_key(secret: str) -> None:
+    """Raises ValueError, whose text says what is wanted and not what was given."""
+    if not re.fullmatch(r"[\x21-\x7e]{8,512}", secret):
+        raise ValueError("FENCEPOST_ADMIN_KEY must be 8 to 512 visible ASCII characters without a space.")
+
+
 _BEARER = re.compile(r"bearer +([\x21-\x7e]{1,512})", re.IGNORECASE)
 
 
@@ -89,8 +95,7 @@ class KeyRing:
 
     async def install_admin(self, secret: str) -> None:
         """The bootstrap key (scope admin). Only its hash is kept; another secret replaces the one before."""
-        if not re.fullmatch(r"[\x21-\x7e]{8,512}", secret):
-            raise ValueError("FENCEPOST_ADMIN_KEY must be 8 to 512 visible ASCII characters without a space.")
+        check_admin_key(secret)
         async with self._db.begin() as tx:
             await tx.run(
                 sql.INSTALL,

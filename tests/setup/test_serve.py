@@ -109,6 +109,8 @@ def test_beyond_loopback_with_a_key(serve):
     ("environment", "word"),
     [
         ({"FENCEPOST_PORT": "http"}, "FENCEPOST_PORT"),
+        ({"FENCEPOST_ADMIN_KEY": ""}, "FENCEPOST_ADMIN_KEY"),
+        ({"FENCEPOST_ADMIN_KEY": "short"}, "FENCEPOST_ADMIN_KEY"),
         ({"FENCEPOST_WORKERS": "0"}, "FENCEPOST_WORKERS"),
         ({"FENCEPOST_HOST": "no.such.host.invalid", "FENCEPOST_DATABASE_URL": "x"}, "no.such.host.invalid"),
         ({"FENCEPOST_PG_BIN": "/nonexistent"}, "FENCEPOST_PG_BIN"),
