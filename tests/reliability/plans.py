@@ -22,7 +22,8 @@ FROM (SELECT n, fencepost_now() - n * interval '0.1 second' AS at FROM generate_
 QUEUED = """
 INSERT INTO jobs (id, queue, kind, payload, status, priority, max_attempts, max_reclaims, available_at, created_at)
 SELECT gen_random_uuid(), 'q', 'k', '{"n": 1}', 'queued', %(priority)s, 5, 3,
-    fencepost_now() + (%(due_in)s + n * 0.001) * interval '1 second', fencepost_now() - interval '1 hour'
+    fencepost_now() + (%(due_in)s + n * 0.001) * interval '1 second',
+    fencepost_now() - (3600 + n * 0.01) * interval '1 second'
 FROM generate_series(1, %(rows)s) n
 """
 
@@ -89,23 +90,15 @@ def verb_params(attempts: Sequence[tuple[uuid.UUID, uuid.UUID]]) -> dict[str, An
 
 NAMES = re.compile(r"%\((\w+)\)s")
 
-TYPES = {
-    "queues": "text[]", "priorities": "smallint[]", "wanted": "bigint", "tokens": "uuid[]", "workers": "text[]",
-    "leases": "float8[]", "locked": "boolean", "ids": "uuid[]", "token_digests": "bytea[]", "digests": "bytea[]",
-    "progress": "text[]", "results": "text[]", "error_types": "text[]", "error_messages": "text[]",
-    "retryables": "boolean[]", "delays": "float8[]", "jitters": "float8[]", "even_unexpired": "boolean",
-}  # fmt: skip
-
 
 def explain(connection: psycopg.Connection, statement: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """EXPLAIN (ANALYZE, BUFFERS) of the prepared statement: under `plan_cache_mode` it is what a service would run."""
     names = list(dict.fromkeys(NAMES.findall(statement)))
     numbered = NAMES.sub(lambda found: f"${names.index(found[1]) + 1}", statement).replace("%%", "%")
-    types = ", ".join(TYPES[name] for name in names)
-    connection.execute(f"PREPARE explained ({types}) AS {numbered}".encode())
+    connection.execute(f"PREPARE explained AS {numbered}".encode())
     try:
         cursor = psycopg.ClientCursor(connection)
-        places = ", ".join(f"%({name})s::{TYPES[name]}" for name in names)
+        places = ", ".join(f"%({name})s" for name in names)
         cursor.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE explained ({places})".encode(), params)
         return cursor.fetchone()[0][0]
     finally:

@@ -10,6 +10,8 @@ import psycopg
 import pytest
 
 from app.jobs import sql
+from app.jobs.intake import _columns
+from app.jobs.model import NewJob, new_id
 from tests import harness
 from tests.reliability import plans
 
@@ -94,3 +96,54 @@ def test_an_attempts_move_goes_by_the_primary_key(connection, verb, mode, items)
     else:
         now = f"SELECT {PROCESSING} - count(*) FROM jobs WHERE status = 'processing'"
     assert connection.execute(now.encode()).fetchone()[0] == items
+
+
+def new_jobs(count):
+    jobs = [
+        NewJob("q", "1", idempotency_key=f"key-{n}", unique_key=f"u-{n}", content_sha256=b"x") for n in range(count)
+    ]
+    return _columns([(new_id(), job) for job in jobs])
+
+
+OTHERS = {
+    # statement: (parameters for so many items, indexes it may go by, pages for each item)
+    "ENQUEUE": (new_jobs, {"pk_jobs", "uq_jobs_idempotency_key", "uq_jobs_live_unique_key"}, 60),
+    "HOLDERS": (new_jobs, {"uq_jobs_idempotency_key", "uq_jobs_live_unique_key"}, 10),
+    "EXPIRED": (lambda count: {"limit": count}, {"ix_jobs_processing_timeout"}, 10),
+    "NEXT_DUE": (lambda count: {"queues": ["q"]}, {"ix_jobs_claim"}, 10),
+    "SET_ASIDE_DUE": (lambda count: {"limit": count}, {"pk_jobs", "ix_jobs_processing_timeout"}, 10),
+    "BEGIN_PASS": (
+        lambda count: {"name": "reclaim", "grace": 30.0, "outage_after": 6.0},
+        {"ix_jobs_processing_timeout"},
+        10,
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["auto", "force_generic_plan"])
+@pytest.mark.parametrize("items", [1, 50])
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_runs_all_the_time_goes_by_its_index(connection, name, mode, items):
+    connection.execute(f"SET LOCAL plan_cache_mode = {mode}".encode())
+    make, indexes, pages = OTHERS[name]
+    explained = plans.explain(connection, getattr(sql, name), make(items))
+    assert set(plans.scans_of_jobs(explained)) <= indexes, plans.told(explained)
+    # A session's first statement also reads the catalogue.
+    assert plans.buffers(explained) < 250 + pages * items, plans.told(explained)
+
+
+@pytest.mark.parametrize("mode", ["auto", "force_generic_plan"])
+def test_the_fate_of_a_token_is_looked_up_by_keys(connection, mode):
+    connection.execute(f"SET LOCAL plan_cache_mode = {mode}".encode())
+    explained = plans.explain(connection, sql.FATE_OF_TOKEN, plans.verb_params(plans.held(connection, 50)))
+    assert set(plans.scans_of_jobs(explained)) == {"pk_jobs"}, plans.told(explained)
+    assert plans.buffers(explained) < 500, plans.told(explained)
+
+
+@pytest.mark.parametrize("mode", ["auto", "force_generic_plan"])
+def test_pruning_goes_by_the_index_of_finished_jobs(connection, mode):
+    connection.execute(f"SET LOCAL plan_cache_mode = {mode}".encode())
+    explained = plans.explain(connection, sql.PRUNE, {"done": 3600.0, "failed": 3600.0, "limit": 100})
+    assert set(plans.scans_of_jobs(explained)) <= {"ix_jobs_finished", "pk_jobs"}, plans.told(explained)
+    assert plans.buffers(explained) < 3_000, plans.told(explained)
+    assert plans.buffers(plans.explain(connection, sql.PRUNE, {"done": 1e9, "failed": 1e9, "limit": 100})) < 100
