@@ -270,7 +270,8 @@ async def claim_jobs(call: Call) -> Answer:
     """Claim due jobs, waiting for them if asked to.
 
     Answers an empty list when there is none. Each job comes with an attempt token, the proof of the right to run it,
-    and a fence. A client that closes its connection while it waits gets no job.
+    and a fence. A client that closes its connection while it waits gets no job. With a `request_id` the call can be
+    repeated for 24 hours: it answers the jobs of the first call that are still held, never new ones.
     """
     body: schemas.Claim = call.body
     queues = list(dict.fromkeys(body.queues))
@@ -304,7 +305,9 @@ async def claim_jobs(call: Call) -> Answer:
     grant = grants[-1] if grants else lease.Grant([], None)
     # One turn of the event loop: a connection closed while the claim ran is known after it.
     await asyncio.sleep(0)
-    if grant.jobs and not grant.replayed and (gone.is_set() or await call.request.is_disconnected()):
+    # With a request id its client can ask again, and then finds what this claim took.
+    repeatable = body.request_id is not None
+    if grant.jobs and not repeatable and (gone.is_set() or await call.request.is_disconnected()):
         await lease.give_back(call.app.db, grant.jobs)
     return Answer(
         200,

@@ -1,4 +1,4 @@
-"""The document against the service: random calls made from the one, judged by the other. No 5xx, no undocumented answer."""
+"""The document against the service: random calls made from the one, judged by the other; no 5xx."""
 
 import re
 import shutil
