@@ -268,6 +268,13 @@ async def _audit(tx: Tx, actor: str, action: str, row: dict[str, Any], reason: s
     )
 
 
+_WAYS = {
+    ("requeue", Status.DONE): " To run it once more send from_done.",
+    ("requeue", Status.PROCESSING): " To take it from its worker send force.",
+}
+"""What an operator may have meant: the flag that allows the move."""
+
+
 async def _explain_refusal(
     tx: Tx, job_id: UUID, event: str, expected_fence: int | None, *, unchanged: set[Status]
 ) -> dict[str, Any]:
@@ -286,7 +293,7 @@ async def _explain_refusal(
     if row["status"] in unchanged:
         return row
     raise MoveRefused(
-        f"{event} is not possible: job {job_id} is {row['status']}.",
+        f"{event} is not possible: job {job_id} is {row['status']}.{_WAYS.get((event, row['status']), '')}",
         job_id=str(job_id),
         event=event,
         job_status=row["status"],

@@ -465,7 +465,7 @@ class Switch:
         client = scope.get("client")
         gate.admit(keys, scope["method"], scope["path"], headers, client[0] if client else None)
         if found is None:
-            raise problems.NotFound("There is nothing at this path.")
+            raise problems.NotFound("There is nothing at this path; /docs lists what there is.")
         if prepared is None:
             raise problems.MethodNotAllowed(
                 f"This path does not take {scope['method'][:20]}.", allow=_allowed(found[0])
