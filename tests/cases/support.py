@@ -270,8 +270,8 @@ class Sql:
     def __init__(self, url: str) -> None:
         self.url = url
 
-    def __call__(self, statement: str, *params: Any) -> list[dict[str, Any]]:
-        with psycopg.connect(self.url, autocommit=True, row_factory=dict_row) as connection:
+    def __call__(self, statement: str, *params: Any, options: str = "") -> list[dict[str, Any]]:
+        with psycopg.connect(self.url, autocommit=True, row_factory=dict_row, options=options) as connection:
             cursor = connection.execute(statement, params or None)
             return cursor.fetchall() if cursor.description else []
 
