@@ -26,7 +26,7 @@ OnConnect = Callable[[Connection], Awaitable[None]]
 Hearer = Callable[[str, dict[str, Any]], None]
 T = TypeVar("T")
 
-ALIVE = "SELECT 1"
+GENERIC_PLAN = "; SET LOCAL plan_cache_mode = force_generic_plan"
 
 READY = """
 SELECT NOT pg_is_in_recovery() AND NOT current_setting('transaction_read_only')::boolean AS writable,
@@ -151,14 +151,18 @@ class Database:
         return self._pool.get_stats()
 
     @contextlib.asynccontextmanager
-    async def begin(self) -> AsyncIterator[Tx]:
+    async def begin(self, *, generic_plan: bool = False) -> AsyncIterator[Tx]:
         """A transaction: committed when the block ends well, rolled back when it raises.
+
+        `generic_plan` is for a statement whose plan does not depend on its values (the claim): PostgreSQL overestimates
+        a LIMIT that it does not know and would plan anew each time, which costs as much as the claim itself.
 
         Raises Unavailable (nothing done) and OutcomeUnknown (lost in the COMMIT). An error that the statement itself
         deserves (a unique violation, a check) passes through as psycopg raised it.
         """
         try:
-            connection = await self._connection_in_transaction()
+            begin = self._begin + GENERIC_PLAN if generic_plan and self._prepare is None else self._begin
+            connection = await self._connection_in_transaction(begin)
         except (psycopg.Error, PoolTimeout, TooManyRequests, PoolClosed, OSError) as error:
             raise unavailable(error) or error from error
         tx = Tx(connection, self._prepare)
@@ -192,14 +196,14 @@ class Database:
             for hear in self.hearers:
                 hear(fact, facts)
 
-    async def _connection_in_transaction(self) -> Connection:
+    async def _connection_in_transaction(self, begin: str) -> Connection:
         # After a restart of the server every pooled connection is dead; nothing was done on them, so each is replaced
         # here until one answers.
         for attempt in range(self._pool_size + 2):
             connection = await self._pool.getconn()
             try:
                 async with asyncio.timeout(self._answer_within):
-                    await connection.execute(self._begin)
+                    await connection.execute(begin)
             except BaseException as error:
                 await connection.close()
                 await self._pool.putconn(connection)

@@ -55,7 +55,13 @@ def run(arguments: list[str]) -> int:
         sys.stderr.write(f"fencepost: the demo's worker is not here ({WORKER}); run the demo in a checkout.\n")
         return 1
     told = Told()
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        # Kept as well as raised: Python ignores what is raised in the callbacks around a fork.
+        told.interrupted = True
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         with Stage(told) as stage:
             Story(told, stage).play()
@@ -81,16 +87,13 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 class Told:
     """What is printed: plain lines with the seconds since the start; colours and a moving line on a terminal only."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
         self.checked = 0
+        self.interrupted = False
         self._terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._colours = self._terminal and not os.environ.get("NO_COLOR")
         self._moving = False
@@ -257,6 +260,8 @@ class Stage:
         """The first truthy answer of `fact`."""
         deadline = time.monotonic() + seconds
         while not (found := fact()):
+            if self.told.interrupted:
+                raise KeyboardInterrupt
             if time.monotonic() > deadline:
                 raise Broken(f"not within {seconds:.0f} s: {what}")
             meanwhile()

@@ -79,6 +79,7 @@ class LoopSet:
         self.loops = list(loops)
         self._run_here = run_here
         self._seen: dict[str, tuple[datetime, float]] = {}
+        self._graces: dict[str, datetime] = {}
         self._since = time.monotonic()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -94,6 +95,7 @@ class LoopSet:
                 now = time.monotonic()
                 passed = [row for row in rows if row["last_pass_at"] is not None]
                 self._seen = {row["name"]: (row["last_pass_at"], now - row["age"]) for row in passed}
+                self._graces = {row["name"]: row["grace_until"] for row in rows if row["grace_until"] is not None}
             except Exception as error:
                 log.debug("the passes of the loops cannot be read: %s", error)
             with contextlib.suppress(TimeoutError):
@@ -101,7 +103,7 @@ class LoopSet:
                     await stop.wait()
 
     def status(self) -> list[dict[str, Any]]:
-        """For each loop: `loop`, `last_pass_at`, `age_seconds`, `degraded`, `error`.
+        """For each loop: `loop`, `last_pass_at`, `age_seconds`, `degraded`, `error`, `grace_until`.
 
         Degraded is a loop that passed nowhere for five periods, or one of this instance that keeps failing so long.
         """
@@ -120,6 +122,7 @@ class LoopSet:
                     "age_seconds": max(0.0, now - passed),
                     "degraded": failing_here or now - passed > late + OBSERVE_SECONDS,
                     "error": loop.error,
+                    "grace_until": self._graces.get(loop.name),
                 }
             )
         return found

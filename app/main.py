@@ -164,6 +164,8 @@ class Service:
             about = "Seconds since the last successful pass of any instance."
             gauges.append(("fencepost_loop_age_seconds", about, {"loop": loop["loop"]}, loop["age_seconds"]))
         gauges.append(("fencepost_waiters", "Claims that wait on this instance.", {}, float(len(self.waiting))))
+        graces = sum(loop["grace_until"] is not None for loop in self.loops.status())
+        gauges.append(("fencepost_outage_grace", "1 while reclaim waits after an outage.", {}, float(graces)))
         stats = self.db.pool_stats()
         for name in ("pool_size", "pool_available", "requests_waiting"):
             gauges.append((f"fencepost_db_{name}", "The pool of connections.", {}, float(stats.get(name, 0))))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.exposition import generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector  # type: ignore[no-untyped-call, unused-ignore]
 
@@ -59,6 +59,7 @@ FACTS: Mapping[str, Fact] = {
     "unavailable": Fact("database_refusals", "Calls refused because the database could not be used."),
 }
 
+disable_created_metrics()  # type: ignore[no-untyped-call]
 registry = CollectorRegistry()
 _counters: dict[str, Counter] = {
     fact: Counter(f"fencepost_{kind.metric}", kind.help, kind.labels, registry=registry) for fact, kind in FACTS.items()

@@ -94,7 +94,7 @@ async def claim_once(db: Database, queues: Sequence[str], call: ClaimCall) -> Gr
     """
     for _ in range(3):
         try:
-            async with db.begin() as tx:
+            async with db.begin(generic_plan=True) as tx:
                 if call.request_id is not None:
                     replayed = await _replay(tx, call)
                     if replayed is not None:
@@ -191,7 +191,7 @@ async def complete(tx: Tx, endings: Sequence[Ending]) -> list[Outcome]:
             )
             if kept:
                 outcomes[index] = LeaseLost(
-                    f"{outcome.detail} The late result is kept for an operator.",
+                    f"{outcome.detail} Its late result is kept, and an operator may accept it.",
                     **outcome.facts,
                     late_result_kept=True,
                 )

@@ -35,7 +35,7 @@ def judge(job_id: UUID, verb: str, content_sha256: bytes, fate: dict[str, Any]) 
         return LeaseLost(f"This token is of no attempt of job {job_id}.", **_facts(job_id, fate))
     if outcome in ENDED_BY_OTHERS:
         return LeaseLost(
-            f"The attempt was {outcome}; drop the work, its result cannot be taken.",
+            f"The attempt was {outcome}: drop the work.",
             **_facts(job_id, fate, ended_by=outcome, ended_at=fate["ended_at"]),
         )
     if outcome == _OUTCOME_OF.get(verb) and content_sha256 == fate["ending_sha256"]:

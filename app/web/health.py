@@ -142,6 +142,9 @@ def health_doors(composed: Composed) -> Doors:
         facts: dict[str, Any] = {"degraded": degraded}
         if call.query.verbose:
             facts["database"] = dict(found)
+            told = ("loop", "last_pass_at", "error", "grace_until")
+            rows = composed.loops.status() if composed.loops is not None else ()
+            facts["loops"] = [{name: row.get(name) for name in told} for row in rows]
         if composed.draining:
             raise Unavailable("This instance is shutting down.", **facts)
         if not found["writable"]:
