@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import httpx2
 
@@ -56,10 +56,11 @@ def run(arguments: list[str]) -> int:
         return 1
     told = Told()
 
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        # Kept as well as raised: Python ignores what is raised in the callbacks around a fork.
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        # Python ignores what is raised in the callbacks around a fork, so it waits for the fork's end.
         told.interrupted = True
-        raise KeyboardInterrupt
+        if not told.forking:
+            raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -93,7 +94,7 @@ class Told:
     def __init__(self) -> None:
         self.began = time.monotonic()
         self.checked = 0
-        self.interrupted = False
+        self.interrupted = self.forking = False
         self._terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._colours = self._terminal and not os.environ.get("NO_COLOR")
         self._moving = False
@@ -186,17 +187,23 @@ class Stage:
     def start(self, name: str, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
         """A process in a session of its own (Ctrl-C is ours to pass on), which dies when we do."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("FENCEPOST_", "PG"))}
-        with self.out(name).open("ab") as out, (self.folder / f"{name}.err").open("ab") as err:
-            child = self.children[name] = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**inherited, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-                preexec_fn=lambda: _die_with_parent(signal.SIGTERM if name == "service" else signal.SIGKILL),
-            )
+        self.told.forking = True
+        try:
+            with self.out(name).open("ab") as out, (self.folder / f"{name}.err").open("ab") as err:
+                child = self.children[name] = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env={**inherited, **environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                    preexec_fn=lambda: _die_with_parent(signal.SIGTERM if name == "service" else signal.SIGKILL),
+                )
+        finally:
+            self.told.forking = False
+        if self.told.interrupted:
+            raise KeyboardInterrupt
         return child
 
     def out(self, name: str) -> Path:
@@ -260,8 +267,6 @@ class Stage:
         """The first truthy answer of `fact`."""
         deadline = time.monotonic() + seconds
         while not (found := fact()):
-            if self.told.interrupted:
-                raise KeyboardInterrupt
             if time.monotonic() > deadline:
                 raise Broken(f"not within {seconds:.0f} s: {what}")
             meanwhile()

@@ -24,6 +24,7 @@ SEND = "SELECT pg_notify('fencepost', %(payload)s)"
 GATHER_SECONDS = 0.002
 MAX_PAYLOAD = 7_000
 PING_SECONDS = 3.0
+PONG_SECONDS = 2.0
 LATER = "*"
 """In place of queues: something falls due later than now; ask the clock."""
 
@@ -114,7 +115,9 @@ class Hints:
             while True:
                 async for notification in connection.notifies(timeout=PING_SECONDS):
                     self.heard(notification.payload)
-                async with asyncio.timeout(3.0):
+                # The first makes psycopg ask the server to stop and wait ten seconds more for a dumb one; the second
+                # ends that.
+                async with asyncio.timeout(PONG_SECONDS + 0.2), asyncio.timeout(PONG_SECONDS):
                     await connection.execute("SELECT 1")
         finally:
             with contextlib.suppress(Exception):
