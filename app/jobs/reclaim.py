@@ -22,6 +22,10 @@ log = logging.getLogger("fencepost.reclaim")
 LOOP = "reclaim"
 BATCH = 50
 LOCK_CLASS = "55P03"
+MOST_STUCK = 500
+"""So many rows that cannot be moved are gone past in one pass."""
+
+Stuck = list[tuple[dict[str, Any], Exception]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,33 +43,43 @@ class Pacing:
 async def reclaim_pass(db: Database, pacing: Pacing) -> Pass:
     """One pass. Raises Unavailable where the database is at fault, not a row."""
     moved = await _retry_set_aside(db, pacing)
+    stuck: Stuck = []
     while True:
-        batch, moved_now, in_grace = await _batch(db, pacing)
+        batch, moved_now, in_grace = await _batch(db, pacing, stuck)
         moved += moved_now
+        last = in_grace or batch < BATCH or len(stuck) >= MOST_STUCK
+        if last:
+            await _judge(db, stuck, moved)
+        elif stuck and not moved:
+            continue
         async with db.begin() as tx:
             row = await tx.row(sql.END_PASS, {"name": LOOP, "reclaimed": not in_grace})
         if row is None:
             raise Unavailable("The row of the reclaim loop is missing.")
-        if in_grace or batch < BATCH:
+        if last:
             return Pass(moved, row["last_pass_at"])
 
 
-async def _batch(db: Database, pacing: Pacing) -> tuple[int, int, bool]:
-    """(rows seen, rows moved, in grace). The outage is judged in the batch's own transaction, so that an instance
-    that was frozen between two batches does not go on with what it knew before."""
+async def _batch(db: Database, pacing: Pacing, stuck: Stuck) -> tuple[int, int, bool]:
+    """(rows seen, rows moved, in grace); what cannot be moved is added to `stuck`. The outage is judged in the batch's
+    own transaction, so that an instance that was frozen between two batches does not go on with what it knew before."""
     seen: list[dict[str, Any]] = []
     try:
         async with db.begin() as tx:
             if await _in_grace(tx, pacing):
                 return 0, 0, True
-            seen = await tx.rows(sql.EXPIRED, {"limit": BATCH})
+            if stuck:
+                past = [row["id"] for row, _ in stuck]
+                seen = await tx.rows(sql.EXPIRED_PAST, {"limit": BATCH, "past": past})
+            else:
+                seen = await tx.rows(sql.EXPIRED, {"limit": BATCH})
             allowed = await _brake(tx, seen)
             return len(seen), await _move(tx, allowed), False
     except (psycopg.Error, Unavailable) as error:
         # A connection lost, or nothing read yet: not a row's fault. The other instances or the next pass go on.
         if not seen or _sqlstate(error)[:2] in ("", "08", "57"):
             raise
-        return len(seen), await _one_by_one(db, seen, error), False
+        return len(seen), await _one_by_one(db, seen, stuck), False
 
 
 async def _in_grace(tx: Tx, pacing: Pacing) -> bool:
@@ -120,14 +134,15 @@ async def _brake(tx: Tx, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     return allowed
 
 
-async def _one_by_one(db: Database, rows: Sequence[dict[str, Any]], batch_error: Exception) -> int:
-    """The batch failed: try each row alone, and set aside those that cannot be moved.
-
-    Where not a single row can be moved and the error is of the whole database (a revoked right, a renamed column,
-    a held table lock), nothing is set aside: the pass fails, says so, and is tried again.
-    """
-    moved, stuck = 0, []
+async def _one_by_one(db: Database, rows: Sequence[dict[str, Any]], stuck: Stuck) -> int:
+    """The batch failed: try each row alone."""
+    moved = 0
+    # Where a queue's own row is locked, each of its jobs would wait as long again.
+    locked: dict[str, Exception] = {}
     for row in rows:
+        if row["braked"] and row["queue"] in locked:
+            stuck.append((row, locked[row["queue"]]))
+            continue
         try:
             async with db.begin() as tx:
                 moved += await _move(tx, await _brake(tx, [row]))
@@ -135,12 +150,23 @@ async def _one_by_one(db: Database, rows: Sequence[dict[str, Any]], batch_error:
             if _sqlstate(error)[:2] in ("", "08", "57"):
                 raise
             stuck.append((row, error))
-    if not moved and _sqlstate(batch_error)[:2] in ("25", "40", "42", "53", "55", "58", "XX"):
-        raise batch_error
+            if _sqlstate(error) == LOCK_CLASS:
+                locked[row["queue"]] = error
+    return moved
+
+
+async def _judge(db: Database, stuck: Stuck, moved: int) -> None:
+    """Set aside what could not be moved, unless it is only locked for now.
+
+    Where not a single row could be moved in the pass and the error may be of the whole database (a revoked right, a
+    renamed column, a held table lock), nothing is set aside: the pass fails, says so, and is tried again. A row can
+    raise such an error as well, so this is known only after looking past it.
+    """
+    if stuck and not moved and _sqlstate(stuck[0][1])[:2] in ("25", "40", "42", "53", "55", "58", "XX"):
+        raise stuck[0][1]
     for row, cause in stuck:
         if _sqlstate(cause) != LOCK_CLASS:
             await _set_aside(db, row, cause)
-    return moved
 
 
 async def _set_aside(db: Database, row: dict[str, Any], error: Exception) -> None:

@@ -403,18 +403,26 @@ WHERE l.fence < excluded.fence
 
 # --- reclaim ---------------------------------------------------------------------------------------------------------
 
-# Rows set aside and queues on hold are left out here, so that they never fill a batch. A cancel request passes a hold.
-EXPIRED = """
+
+def _expired(more: str) -> str:
+    # Rows set aside and queues on hold are left out here, so that they never fill a batch. A cancel request passes a
+    # hold.
+    return f"""
 SELECT j.id, j.queue, j.attempt_token, j.cancel_requested_at IS NOT NULL AS cancel_requested,
     q.reclaim_burst IS NOT NULL AS braked
 FROM jobs j LEFT JOIN queues q ON q.name = j.queue
-WHERE j.status = 'processing' AND j.lease_expires_at < fencepost_now()
+WHERE j.status = 'processing' AND j.lease_expires_at < fencepost_now(){more}
     AND NOT EXISTS (SELECT FROM reclaim_set_aside s WHERE s.job_id = j.id)
     AND (j.cancel_requested_at IS NOT NULL OR q.hold_until IS NULL OR q.hold_until <= fencepost_now())
 ORDER BY j.lease_expires_at, j.id
 LIMIT %(limit)s
 FOR UPDATE OF j SKIP LOCKED
 """
+
+
+EXPIRED = _expired("")
+# The same past what could not be moved in this pass.
+EXPIRED_PAST = _expired(" AND j.id <> ALL(%(past)s::uuid[])")
 
 SET_ASIDE_DUE = """
 SELECT j.id, j.queue, j.attempt_token FROM reclaim_set_aside s JOIN jobs j ON j.id = s.job_id
