@@ -3,7 +3,7 @@
 import statistics
 import time
 
-from tests.cases.support import Sql, read_answer
+from tests.cases.support import Sql, at_once, books, new_queue, read_answer
 from tests.harness import wait_for
 
 POLLS = 500
@@ -55,3 +55,31 @@ def test_five_hundred_polls_and_everything_else_goes_on(instance, database_url):
     counts = [api.counts(f"idle{number}") for number in range(5)]
     assert sum(count["processing"] for count in counts) == POLLS
     assert sum(count["queued"] for count in counts) == 0
+
+
+def test_twenty_claimers_share_a_hundred_jobs(pair):
+    """At once, on both instances: each gets the five it asked for, nobody gets another's."""
+    for _ in range(3):
+        queue = new_queue("share")
+        ids = pair.a.enqueued(queue, 100)
+        calls = [lambda n=n, q=queue: pair.each(n).claim(q, 5, worker=f"w{n}", lease=60) for n in range(20)]
+        shares = at_once(*calls)
+        assert [len(share) for share in shares] == [5] * 20
+        claimed = [job for share in shares for job in share]
+        assert sorted(job["id"] for job in claimed) == sorted(ids)
+        assert len({job["attempt_token"] for job in claimed}) == 100
+        for number, share in enumerate(shares):
+            assert {job["reserved_by"] for job in share} == {f"w{number}"}
+        books(pair.a, pair.sql, queue, 100)
+
+
+def test_a_locked_job_at_the_head_holds_nobody_up(pair):
+    queue = new_queue("head")
+    ids = pair.a.enqueued(queue, 5)
+    with pair.sql.open_transaction("SELECT FROM jobs WHERE id = ANY(%s::uuid[]) FOR UPDATE", ids[:2]):
+        began = time.monotonic()
+        claimed = pair.b.claim(queue, 5, lease=60)
+        assert time.monotonic() - began < 0.8  # a wait for a lock ends after a second
+        assert [job["id"] for job in claimed] == ids[2:]
+    assert [job["id"] for job in pair.a.claim(queue, 5, lease=60)] == ids[:2]
+    books(pair.a, pair.sql, queue, 5)
