@@ -1,6 +1,7 @@
 """B60: a loop that cannot work says so, keeps trying, and works again soon after; the process stays alive meanwhile."""
 
 import contextlib
+import re
 import time
 
 import psycopg
@@ -47,11 +48,14 @@ OBSTACLES = {
 @pytest.fixture
 def as_a_plain_role(sql, database_url):
     """The URL of a role that owns nothing and may do all that the service does."""
+    url = re.sub(r"//(fencepost|postgres)@", "//fp_app@", database_url)
+    if url == database_url:
+        pytest.skip("on a given server the role would need a password")
     with contextlib.suppress(psycopg.errors.DuplicateObject):
         sql("CREATE ROLE fp_app LOGIN")
     sql("GRANT ALL ON ALL TABLES IN SCHEMA public TO fp_app")
     sql("GRANT USAGE, CREATE ON SCHEMA public TO fp_app")
-    yield database_url.replace("//fencepost@", "//fp_app@").replace("//postgres@", "//fp_app@")
+    yield url
     sql("DROP OWNED BY fp_app")
 
 
