@@ -8,6 +8,8 @@ and one lost while committing is told apart (`OutcomeUnknown`) from one lost bef
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -81,6 +83,35 @@ class Tx:
 
     def tell(self, fact: str, **facts: Any) -> None:
         self.facts.append((fact, facts))
+
+
+class _Deadline:
+    """Cuts the connection when the time is over: a frozen server answers neither a statement nor its time-out.
+
+    The socket is shut down, so that whoever waits on it gets an OperationalError at once. Cancelling the wait instead
+    would make psycopg ask the frozen server to stop and wait ten seconds for its answer.
+    """
+
+    def __init__(self, connection: Connection, seconds: float) -> None:
+        self._connection = connection
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self.over = False
+
+    def __enter__(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._cut)
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _cut(self) -> None:
+        self.over = True
+        with (
+            contextlib.suppress(OSError, psycopg.Error),
+            socket.socket(fileno=os.dup(self._connection.fileno())) as cut,
+        ):
+            cut.shutdown(socket.SHUT_RDWR)
 
 
 class Database:
@@ -168,8 +199,7 @@ class Database:
         tx = Tx(connection, self._prepare)
         try:
             try:
-                # A frozen server answers neither the statement nor its time-out: the deadline is ours.
-                async with asyncio.timeout(self._answer_within):
+                with _Deadline(connection, self._answer_within):
                     yield tx
             except BaseException as error:
                 await self._roll_back(connection)
@@ -178,7 +208,7 @@ class Database:
                     raise refusal from error
                 raise
             try:
-                async with asyncio.timeout(self._answer_within):
+                with _Deadline(connection, self._answer_within):
                     await connection.execute("COMMIT")
             except BaseException as error:
                 await connection.close()
@@ -201,15 +231,14 @@ class Database:
         # here until one answers.
         for attempt in range(self._pool_size + 2):
             connection = await self._pool.getconn()
+            deadline = _Deadline(connection, self._answer_within)
             try:
-                async with asyncio.timeout(self._answer_within):
+                with deadline:
                     await connection.execute(begin)
             except BaseException as error:
                 await connection.close()
                 await self._pool.putconn(connection)
-                if not isinstance(error, (psycopg.OperationalError, TimeoutError)) or attempt > self._pool_size:
-                    raise
-                if isinstance(error, TimeoutError):
+                if not isinstance(error, psycopg.OperationalError) or deadline.over or attempt > self._pool_size:
                     raise
                 continue
             return connection
@@ -218,8 +247,8 @@ class Database:
     @staticmethod
     async def _roll_back(connection: Connection) -> None:
         try:
-            async with asyncio.timeout(2.0):
-                if connection.info.transaction_status != psycopg.pq.TransactionStatus.UNKNOWN:
+            if connection.info.transaction_status != psycopg.pq.TransactionStatus.UNKNOWN:
+                with _Deadline(connection, 2.0):
                     await connection.execute("ROLLBACK")
         except BaseException:
             await connection.close()

@@ -22,6 +22,8 @@ log = logging.getLogger("fencepost.reclaim")
 LOOP = "reclaim"
 BATCH = 50
 LOCK_CLASS = "55P03"
+MOST_LOCK_WAITS = 3
+"""After so many rows that waited for a lock it is a table's: waiting for each would make a pass of minutes."""
 MOST_STUCK = 500
 """So many rows that cannot be moved are gone past in one pass."""
 
@@ -136,7 +138,7 @@ async def _brake(tx: Tx, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 async def _one_by_one(db: Database, rows: Sequence[dict[str, Any]], stuck: Stuck) -> int:
     """The batch failed: try each row alone."""
-    moved = 0
+    moved = waits = 0
     # Where a queue's own row is locked, each of its jobs would wait as long again.
     locked: dict[str, Exception] = {}
     for row in rows:
@@ -152,6 +154,9 @@ async def _one_by_one(db: Database, rows: Sequence[dict[str, Any]], stuck: Stuck
             stuck.append((row, error))
             if _sqlstate(error) == LOCK_CLASS:
                 locked[row["queue"]] = error
+                waits += not row["braked"]
+                if waits >= MOST_LOCK_WAITS and not moved:
+                    raise
     return moved
 
 
@@ -188,8 +193,9 @@ async def _retry_set_aside(db: Database, pacing: Pacing) -> int:
     for row in due:
         try:
             async with db.begin() as tx:
-                moved += await _move(tx, [row])
-                await tx.run(sql.NO_LONGER_ASIDE, {"id": row["id"]})
+                if await _move(tx, await _brake(tx, [row])):
+                    moved += 1
+                    await tx.run(sql.NO_LONGER_ASIDE, {"id": row["id"]})
         except (psycopg.Error, Unavailable) as error:
             if _sqlstate(error)[:2] in ("", "08", "57"):
                 raise

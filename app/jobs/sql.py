@@ -425,8 +425,11 @@ EXPIRED = _expired("")
 EXPIRED_PAST = _expired(" AND j.id <> ALL(%(past)s::uuid[])")
 
 SET_ASIDE_DUE = """
-SELECT j.id, j.queue, j.attempt_token FROM reclaim_set_aside s JOIN jobs j ON j.id = s.job_id
+SELECT j.id, j.queue, j.attempt_token, j.cancel_requested_at IS NOT NULL AS cancel_requested,
+    q.reclaim_burst IS NOT NULL AS braked
+FROM reclaim_set_aside s JOIN jobs j ON j.id = s.job_id LEFT JOIN queues q ON q.name = j.queue
 WHERE s.next_try_at <= fencepost_now() AND j.status = 'processing' AND j.lease_expires_at < fencepost_now()
+    AND (j.cancel_requested_at IS NOT NULL OR q.hold_until IS NULL OR q.hold_until <= fencepost_now())
 ORDER BY s.next_try_at LIMIT %(limit)s FOR UPDATE OF j SKIP LOCKED
 """
 
