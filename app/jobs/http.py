@@ -138,7 +138,7 @@ async def enqueue_job(call: Call) -> Answer:
     if key is not None:
         key = check_key("header.Idempotency-Key", key)
     job = _new_job(call.body, "body", key, _traceparent(call))
-    [outcome] = await call.app.db.again(lambda tx: intake.enqueue(tx, [job]))
+    [outcome] = await call.app.db.again(lambda tx: intake.enqueue(tx, [job], place="body"))
     row = _one(outcome)
     view = {**job_view(row), "deduplicated": row["deduplicated"]}
     return Answer(200 if row["deduplicated"] else 201, view, {"location": f"/v1/jobs/{row['id']}"})

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 from uuid import UUID
 
@@ -25,14 +26,14 @@ from app.jobs.model import NewJob, Status, new_id
 MAX_AHEAD_SECONDS = 366 * 86400.0
 
 
-async def enqueue(tx: Tx, jobs: Sequence[NewJob]) -> list[dict[str, Any] | Refusal]:
+async def enqueue(tx: Tx, jobs: Sequence[NewJob], *, place: str = "body.jobs[{}]") -> list[dict[str, Any] | Refusal]:
     """Enqueue all; each answer is the row with `deduplicated`, or the refusal of that item.
 
     Never a success without a job: where a key is held, the holder is read in a second statement, and where it is
     gone meanwhile the insert is tried again (three times, then Unavailable).
     """
     ids = [new_id() for _ in jobs]
-    await _check_instants(tx, jobs)
+    await _check_instants(tx, jobs, place)
     answers: dict[int, dict[str, Any] | Refusal] = {}
     # In key order, so that two batches with the same keys wait for each other in one direction only. Ids are made in
     # the order of the items, which keeps first in first out within a batch.
@@ -111,7 +112,7 @@ def _columns(jobs: Sequence[tuple[UUID, NewJob]]) -> dict[str, Any]:
     }
 
 
-async def _check_instants(tx: Tx, jobs: Sequence[NewJob]) -> None:
+async def _check_instants(tx: Tx, jobs: Sequence[NewJob], place: str) -> None:
     """`available_at` is at most 366 days ahead by the database's clock; only asked where one is given."""
     if all(job.available_at is None for job in jobs):
         return
@@ -124,10 +125,8 @@ async def _check_instants(tx: Tx, jobs: Sequence[NewJob]) -> None:
         if job.available_at is not None and (job.available_at - row["now"]).total_seconds() > MAX_AHEAD_SECONDS
     ]
     if too_far:
-        place = "body.available_at" if len(jobs) == 1 else "body.jobs[{}].available_at"
-        raise InvalidInput(
-            [{"place": place.format(index), "message": "must be at most 366 days ahead"} for index in too_far]
-        )
+        says = "must be at most 366 days ahead"
+        raise InvalidInput([{"place": f"{place.format(index)}.available_at", "message": says} for index in too_far])
 
 
 def _tell(tx: Tx, rows: Sequence[dict[str, Any]]) -> None:
@@ -173,7 +172,7 @@ async def cancel(
     tx.tell("cancel", queue=row["queue"])
     if row["status"] == Status.CANCELLED and row["was"] == Status.PROCESSING:
         tx.tell("claimable", queue=row["queue"], count=1)
-    return row
+    return await get(tx, job_id)
 
 
 async def requeue(
@@ -205,7 +204,7 @@ async def requeue(
                 await _audit(tx, actor, "requeue", row, reason, force=force, from_done=from_done)
                 tx.tell("requeue", queue=row["queue"])
                 tx.tell("claimable", queue=row["queue"], count=1)
-                return row
+                return await get(tx, job_id)
         except pg.UniqueViolation:
             async with db.begin() as tx:
                 holder = await tx.row(sql.HOLDER_OF_KEY, {"id": job_id})
@@ -231,7 +230,6 @@ async def resolve(
     expected_fence: int | None,
 ) -> dict[str, Any]:
     """A person's verdict on a job in manual review; with `accept_late_result` also on one queued again or failed."""
-    before = await tx.row(sql.GET, {"id": job_id})
     row = await tx.row(
         sql.RESOLVE,
         {
@@ -244,16 +242,13 @@ async def resolve(
         },
     )
     if row is None:
-        if accept_late_result and before is not None and before["late_fence"] is None:
-            raise MoveRefused(
-                f"Job {job_id} has no late result to accept.", job_id=str(job_id), job_status=before["status"]
-            )
-        return await _explain_refusal(tx, job_id, "resolve", expected_fence, unchanged=set())
+        return await _explain_refusal(
+            tx, job_id, "resolve", expected_fence, unchanged=frozenset(), wants_late=accept_late_result
+        )
     await tx.run(sql.DROP_LATE_RESULT, {"id": job_id})
-    row["was"] = before["status"] if before else None
     await _audit(tx, actor, "resolve", row, note, outcome=outcome, accept_late_result=accept_late_result)
     tx.tell("resolve", queue=row["queue"], to=row["status"])
-    return row
+    return await get(tx, job_id)
 
 
 async def _audit(tx: Tx, actor: str, action: str, row: dict[str, Any], reason: str | None, **how: Any) -> None:
@@ -276,7 +271,13 @@ _WAYS = {
 
 
 async def _explain_refusal(
-    tx: Tx, job_id: UUID, event: str, expected_fence: int | None, *, unchanged: set[Status]
+    tx: Tx,
+    job_id: UUID,
+    event: str,
+    expected_fence: int | None,
+    *,
+    unchanged: AbstractSet[Status],
+    wants_late: bool = False,
 ) -> dict[str, Any]:
     """A repeat that changed nothing answers the job; anything else says what the job is now."""
     row = await tx.row(sql.GET, {"id": job_id})
@@ -290,8 +291,10 @@ async def _explain_refusal(
             expected_fence=expected_fence,
             job_status=row["status"],
         )
-    if row["status"] in unchanged:
+    if row["status"] in unchanged or (event == "cancel" and row["cancel_requested"]):
         return row
+    if wants_late and row["late_fence"] is None:
+        raise MoveRefused(f"Job {job_id} has no late result to accept.", job_id=str(job_id), job_status=row["status"])
     raise MoveRefused(
         f"{event} is not possible: job {job_id} is {row['status']}.{_WAYS.get((event, row['status']), '')}",
         job_id=str(job_id),

@@ -136,49 +136,39 @@ async def _replay(tx: Tx, call: ClaimCall) -> Grant | None:
 
 async def heartbeat(tx: Tx, beats: Sequence[Beat]) -> list[Outcome]:
     """Extend leases. Equal (job, token, worker) are folded to the longest lease, for one UPDATE applies one of them."""
-    folded: dict[tuple[UUID, UUID, str], Beat] = {}
+    folded: dict[tuple[UUID, UUID, str], list[Beat]] = {}
     for beat in beats:
-        key = (beat.job_id, beat.token, beat.worker_id)
-        other = folded.get(key)
-        if other is not None:
-            # Without a length a beat asks for the one granted at the claim, which is not known here: the shorter wish
-            # could win only over None, so None stays beside a number by being asked again below.
-            leases = [lease for lease in (other.lease_seconds, beat.lease_seconds) if lease is not None]
-            beat = Beat(
-                *key, max(leases) if leases else None, beat.progress if beat.progress is not None else other.progress
-            )
-        folded[key] = beat
-    rows = await _beat(tx, list(folded.values()))
-    plain = {(b.job_id, b.token, b.worker_id) for b in beats if b.lease_seconds is None}
-    both = [Beat(*key) for key in plain if key in rows and folded[key].lease_seconds is not None]
-    if both:
-        rows.update(await _beat(tx, both))
-    kept = len(rows)
+        folded.setdefault((beat.job_id, beat.token, beat.worker_id), []).append(beat)
+    keys = sorted(folded)
+    same = [folded[key] for key in keys]
+    rows = {
+        (row["id"], row["attempt_token"], row["reserved_by"]): row
+        for row in await tx.rows(
+            sql.HEARTBEAT,
+            {
+                "ids": [job_id for job_id, _, _ in keys],
+                "tokens": [token for _, token, _ in keys],
+                "workers": [worker for _, _, worker in keys],
+                "leases": [
+                    max((b.lease_seconds for b in each if b.lease_seconds is not None), default=None) for each in same
+                ],
+                "as_granted": [any(b.lease_seconds is None for b in each) for each in same],
+                "progress": [
+                    next((b.progress for b in reversed(each) if b.progress is not None), None) for each in same
+                ],
+            },
+        )
+    }
     missed = [i for i, beat in enumerate(beats) if (beat.job_id, beat.token, beat.worker_id) not in rows]
     fates = await _fates(tx, [(beats[i].job_id, beats[i].token) for i in missed])
     refused = {i: judge(beats[i].job_id, "heartbeat", b"", fate) for i, fate in zip(missed, fates, strict=True)}
-    if kept:
-        tx.tell("heartbeat", count=kept)
+    if rows:
+        tx.tell("heartbeat", count=len(rows))
     if refused:
         tx.tell("stale_refused", count=len(refused), verb="heartbeat")
     return [
         refused[i] if i in refused else rows[beat.job_id, beat.token, beat.worker_id] for i, beat in enumerate(beats)
     ]
-
-
-async def _beat(tx: Tx, beats: Sequence[Beat]) -> dict[tuple[UUID, UUID, str], dict[str, Any]]:
-    ordered = sorted(beats, key=lambda beat: beat.job_id)
-    rows = await tx.rows(
-        sql.HEARTBEAT,
-        {
-            "ids": [beat.job_id for beat in ordered],
-            "tokens": [beat.token for beat in ordered],
-            "workers": [beat.worker_id for beat in ordered],
-            "leases": [beat.lease_seconds for beat in ordered],
-            "progress": [beat.progress for beat in ordered],
-        },
-    )
-    return {(row["id"], row["attempt_token"], row["reserved_by"]): row for row in rows}
 
 
 async def complete(tx: Tx, endings: Sequence[Ending]) -> list[Outcome]:

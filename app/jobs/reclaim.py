@@ -22,8 +22,9 @@ log = logging.getLogger("fencepost.reclaim")
 LOOP = "reclaim"
 BATCH = 50
 LOCK_CLASS = "55P03"
-MOST_LOCK_WAITS = 3
-"""After so many rows that waited for a lock it is a table's: waiting for each would make a pass of minutes."""
+TIME_OUT = "57014"
+MOST_WAITS = 3
+"""After so many rows that waited in vain it is no row's fault: waiting for each would make a pass of minutes."""
 MOST_STUCK = 500
 """So many rows that cannot be moved are gone past in one pass."""
 
@@ -79,19 +80,18 @@ async def _batch(db: Database, pacing: Pacing, stuck: Stuck) -> tuple[int, int, 
             return len(seen), await _move(tx, allowed), False
     except (psycopg.Error, Unavailable) as error:
         # A connection lost, or nothing read yet: not a row's fault. The other instances or the next pass go on.
-        if not seen or _sqlstate(error)[:2] in ("", "08", "57"):
+        if not seen or _server_left(error):
             raise
         return len(seen), await _one_by_one(db, seen, stuck), False
 
 
 async def _in_grace(tx: Tx, pacing: Pacing) -> bool:
-    state = await tx.row(sql.BEGIN_PASS, {"name": LOOP, "grace": pacing.grace, "outage_after": pacing.outage_after})
-    if state is None:
-        return False
-    if state["new_grace"]:
+    given = await tx.run(sql.GIVE_GRACE, {"name": LOOP, "grace": pacing.grace, "outage_after": pacing.outage_after})
+    state = await tx.row(sql.GRACE, {"name": LOOP})
+    if given and state is not None:
         log.warning("no pass of any instance for a while: reclaim waits until %s", state["grace_until"])
         tx.tell("grace")
-    return bool(state["in_grace"])
+    return state is not None and bool(state["in_grace"])
 
 
 async def _move(tx: Tx, rows: Sequence[dict[str, Any]], *, even_unexpired: bool = False) -> int:
@@ -149,13 +149,14 @@ async def _one_by_one(db: Database, rows: Sequence[dict[str, Any]], stuck: Stuck
             async with db.begin() as tx:
                 moved += await _move(tx, await _brake(tx, [row]))
         except (psycopg.Error, Unavailable) as error:
-            if _sqlstate(error)[:2] in ("", "08", "57"):
+            if _server_left(error):
                 raise
             stuck.append((row, error))
             if _sqlstate(error) == LOCK_CLASS:
                 locked[row["queue"]] = error
-                waits += not row["braked"]
-                if waits >= MOST_LOCK_WAITS and not moved:
+            if _sqlstate(error) == TIME_OUT or (_sqlstate(error) == LOCK_CLASS and not row["braked"]):
+                waits += 1
+                if waits >= MOST_WAITS and not moved:
                     raise
     return moved
 
@@ -197,14 +198,17 @@ async def _retry_set_aside(db: Database, pacing: Pacing) -> int:
                     moved += 1
                     await tx.run(sql.NO_LONGER_ASIDE, {"id": row["id"]})
         except (psycopg.Error, Unavailable) as error:
-            if _sqlstate(error)[:2] in ("", "08", "57"):
+            if _server_left(error):
                 raise
             await _set_aside(db, row, error)
     return moved
 
 
 async def take_back_all(db: Database) -> int:
-    """Reclaim every processing job, expired or not: after a restore, when no token of before may count."""
+    """Reclaim every processing job, expired or not: after a restore, when no token of before may count.
+
+    Raises Unavailable where a row stays locked by somebody: some may then be left, and it must be run again.
+    """
     total = 0
     while True:
         async with db.begin() as tx:
@@ -212,6 +216,12 @@ async def take_back_all(db: Database) -> int:
             total += await _move(tx, rows, even_unexpired=True)
         if not rows:
             return total
+
+
+def _server_left(error: BaseException) -> bool:
+    """The connection or the server went away. A statement's time-out is not that: it may be one row's trigger."""
+    state = _sqlstate(error)
+    return state[:2] in ("", "08") or (state[:2] == "57" and state != TIME_OUT)
 
 
 def _sqlstate(error: BaseException) -> str:

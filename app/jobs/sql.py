@@ -41,6 +41,11 @@ _HISTORY = """INSERT INTO job_attempts (job_id, fence, number, worker_id, claime
     SELECT h.id, h.fence, h.attempts, h.reserved_by, h.reserved_at, h.heartbeat_at, h.lease_granted_seconds,
         fencepost_now(), h.progress, m.status, CASE WHEN m.status = 'queued' THEN m.available_at END"""
 
+_PREVIOUS_ATTEMPT = """CASE WHEN j.fence > 1 THEN (
+        SELECT json_build_object('outcome', a.outcome, 'error_type', a.error_type, 'error_message', a.error_message,
+            'progress', a.progress, 'age_seconds', extract(epoch FROM fencepost_now() - a.ended_at)::float8)::text
+        FROM job_attempts a WHERE a.job_id = j.id ORDER BY a.fence DESC LIMIT 1) END AS previous_attempt"""
+
 _TOKEN_SHA = "sha256(uuid_send(h.attempt_token))"
 
 
@@ -196,11 +201,7 @@ WITH pair AS MATERIALIZED (
     WHERE j.id = ANY((SELECT ids FROM dealt)::uuid[]) AND j.status = (SELECT 'queued')
     RETURNING {JOB}, j.attempt_token, array_position((SELECT ids FROM dealt), j.id) AS place,
         j.reserved_at + j.max_run_seconds {_SECONDS} AS run_deadline_at,
-        CASE WHEN j.fence > 1 THEN (
-            SELECT json_build_object('outcome', a.outcome, 'error_type', a.error_type, 'error_message',
-                a.error_message, 'progress', a.progress,
-                'age_seconds', extract(epoch FROM fencepost_now() - a.ended_at)::float8)::text
-            FROM job_attempts a WHERE a.job_id = j.id ORDER BY a.fence DESC LIMIT 1) END AS previous_attempt
+        {_PREVIOUS_ATTEMPT}
 )
 SELECT (SELECT coalesce(bool_or(limited), false) FROM pair) AS limited, fencepost_now() AS server_time, c.*
 FROM (SELECT) once LEFT JOIN claimed c ON true ORDER BY c.place
@@ -229,7 +230,8 @@ VALUES (%(key_id)s, %(worker_id)s, %(request_id)s, %(digest)s, %(ids)s::uuid[], 
 """
 
 REPLAY_CLAIM = f"""
-SELECT {JOB}, j.attempt_token, j.reserved_at + j.max_run_seconds {_SECONDS} AS run_deadline_at, NULL AS previous_attempt
+SELECT {JOB}, j.attempt_token, j.reserved_at + j.max_run_seconds {_SECONDS} AS run_deadline_at,
+    {_PREVIOUS_ATTEMPT}
 FROM unnest(%(ids)s::uuid[], %(fences)s::bigint[]) WITH ORDINALITY AS i(id, fence, n)
 JOIN jobs j ON j.id = i.id AND j.fence = i.fence
 WHERE j.attempt_token IS NOT NULL AND j.lease_expires_at > fencepost_now()
@@ -242,12 +244,12 @@ HEARTBEAT = f"""
 UPDATE jobs j SET
     heartbeat_at = fencepost_now(),
     lease_expires_at = greatest(j.lease_expires_at, least(
-        fencepost_now() + coalesce(i.lease, j.lease_granted_seconds) {_SECONDS},
+        fencepost_now() + greatest(i.lease, CASE WHEN i.as_granted THEN j.lease_granted_seconds END) {_SECONDS},
         j.reserved_at + j.max_run_seconds {_SECONDS})),
     progress = coalesce(i.progress::json, j.progress),
     updated_at = fencepost_now()
-FROM unnest(%(ids)s::uuid[], %(tokens)s::uuid[], %(workers)s::text[], %(leases)s::float8[], %(progress)s::text[])
-    AS i(id, token, worker, lease, progress)
+FROM unnest(%(ids)s::uuid[], %(tokens)s::uuid[], %(workers)s::text[], %(leases)s::float8[],
+    %(as_granted)s::boolean[], %(progress)s::text[]) AS i(id, token, worker, lease, as_granted, progress)
 WHERE j.id = i.id AND j.attempt_token = i.token AND j.reserved_by = i.worker
 RETURNING j.id, j.attempt_token, j.reserved_by, j.fence, j.lease_expires_at,
     j.cancel_requested_at IS NOT NULL AS cancel_requested, fencepost_now() AS server_time,
@@ -350,7 +352,8 @@ WITH held AS MATERIALIZED (
 )
 SELECT id, token, queue, status, fence, CASE WHEN status = 'queued' THEN available_at END AS available_at,
     fencepost_now() AS server_time, status = 'queued' AND available_at <= fencepost_now() AS due,
-    extract(epoch FROM available_at - fencepost_now())::float8 AS wait, false AS limited
+    extract(epoch FROM available_at - fencepost_now())::float8 AS wait,
+    coalesce((SELECT q.max_processing IS NOT NULL FROM queues q WHERE q.name = queue), false) AS limited
 FROM moved
 """
 
@@ -380,7 +383,7 @@ SELECT id, queue, status FROM moved
 FATE_OF_TOKEN = """
 SELECT i.n, j.id, j.status, j.fence, j.attempt_token = i.token AS current, j.reserved_by,
     j.done_token_sha256 = i.token_sha256 AS completed, j.done_sha256, j.finished_at,
-    a.fence AS attempt_fence, a.outcome, a.ended_at, a.ending_sha256, a.status_after, a.available_after, a.worker_id
+    a.fence AS attempt_fence, a.outcome, a.ended_at, a.ending_sha256, a.status_after, a.available_after
 FROM unnest(%(ids)s::uuid[], %(tokens)s::uuid[], %(token_digests)s::bytea[]) WITH ORDINALITY AS
     i(id, token, token_sha256, n)
 LEFT JOIN jobs j ON j.id = i.id
@@ -437,8 +440,9 @@ RECLAIM = f"""
 WITH held AS MATERIALIZED (
     SELECT {_ATTEMPT}, j.max_attempts, j.recovery_policy, j.reclaim_count, j.max_reclaims, j.cancel_requested_at,
         q.reclaim_delay_seconds,
-        CASE WHEN j.lease_expires_at >= j.reserved_at + j.max_run_seconds {_SECONDS}
-            THEN 'max run time exceeded' ELSE 'lease expired before completion' END AS error
+        CASE WHEN %(even_unexpired)s THEN 'taken back after a restore of the database'
+            WHEN j.lease_expires_at >= j.reserved_at + j.max_run_seconds {_SECONDS} THEN 'max run time exceeded'
+            ELSE 'lease expired before completion' END AS error
     FROM unnest(%(ids)s::uuid[], %(tokens)s::uuid[]) AS i(id, token)
     JOIN jobs j ON j.id = i.id AND j.attempt_token = i.token
     LEFT JOIN queues q ON q.name = j.queue
@@ -471,9 +475,10 @@ WITH held AS MATERIALIZED (
 SELECT id, queue, status, status = 'queued' AND available_at <= fencepost_now() AS due FROM moved
 """
 
+# Waits for whoever holds a row: none may be left over after a restore.
 PROCESSING_IDS = """
 SELECT id, queue, attempt_token FROM jobs WHERE status = 'processing' ORDER BY lease_expires_at, id LIMIT %(limit)s
-FOR UPDATE SKIP LOCKED
+FOR UPDATE
 """
 
 SET_ASIDE = f"""
@@ -514,18 +519,16 @@ WHERE name = %(name)s
 # --- the passes of the loop, a state of the database -----------------------------------------------------------------
 
 # One grace an outage: set only where none is set, by a statement that looks at what all instances last did.
-BEGIN_PASS = f"""
-WITH outage AS (
-    UPDATE loops SET grace_until = fencepost_now() + %(grace)s {_SECONDS}
-    WHERE name = %(name)s AND grace_until IS NULL AND %(grace)s > 0
-        AND last_pass_at < fencepost_now() - %(outage_after)s {_SECONDS}
-        AND EXISTS (SELECT FROM jobs WHERE status = 'processing')
-    RETURNING grace_until
-)
-SELECT coalesce(o.grace_until, l.grace_until) AS grace_until, o.grace_until IS NOT NULL AS new_grace,
-    coalesce(o.grace_until, l.grace_until) > fencepost_now() AS in_grace
-FROM loops l LEFT JOIN outage o ON true WHERE l.name = %(name)s
+GIVE_GRACE = f"""
+UPDATE loops SET grace_until = fencepost_now() + %(grace)s {_SECONDS}
+WHERE name = %(name)s AND grace_until IS NULL AND %(grace)s > 0
+    AND last_pass_at < fencepost_now() - %(outage_after)s {_SECONDS}
+    AND EXISTS (SELECT FROM jobs WHERE status = 'processing')
 """
+
+# A statement of its own: the one above may have waited for another instance that gave the grace, and would still read
+# the row as it was before.
+GRACE = "SELECT grace_until, grace_until > fencepost_now() AS in_grace FROM loops WHERE name = %(name)s"
 
 END_PASS = """
 UPDATE loops SET last_pass_at = greatest(last_pass_at, fencepost_now()),
@@ -550,11 +553,11 @@ WITH held AS MATERIALIZED (
     SELECT {_ATTEMPT}, j.status AS was FROM jobs j
     WHERE j.id = %(id)s AND (%(expected_fence)s::bigint IS NULL OR j.fence = %(expected_fence)s)
         AND j.status IN ('queued', 'manual_review', 'processing')
+        AND (%(force)s OR j.cancel_requested_at IS NULL)
     FOR UPDATE
 ), asked AS (
     UPDATE jobs j SET
-        cancel_requested_at = CASE WHEN j.status = 'processing'
-            THEN coalesce(j.cancel_requested_at, fencepost_now()) END,
+        cancel_requested_at = CASE WHEN j.status = 'processing' THEN fencepost_now() END,
         updated_at = fencepost_now()
     FROM held h WHERE j.id = h.id AND h.was = 'processing' AND NOT %(force)s
     RETURNING {JOB}, h.was
@@ -599,6 +602,9 @@ WITH held AS MATERIALIZED (
 ), history AS (
     {_HISTORY}, 'requeued', NULL, %(reason)s::text, {_TOKEN_SHA}, NULL
     FROM held h JOIN moved m ON m.id = h.id WHERE h.was = 'processing'
+), queue_again AS (
+    -- Its queue may have been deleted meanwhile; a queue comes into being with its first live job.
+    INSERT INTO queues (name) SELECT m.queue FROM moved m ON CONFLICT DO NOTHING
 ), kept_result AS (
     INSERT INTO job_attempts AS a (job_id, fence, number, worker_id, claimed_at, last_heartbeat_at, ended_at, progress,
         status_after, outcome, token_sha256, ending_sha256, result)
@@ -615,8 +621,15 @@ SELECT * FROM moved
 # A late result can be taken while it is of the job's latest attempt: the fence in late_results says so.
 RESOLVE = f"""
 WITH late AS (
-    SELECT l.* FROM late_results l JOIN jobs j ON j.id = l.job_id AND j.fence = l.fence
+    SELECT l.* FROM late_results l
     WHERE l.job_id = %(id)s AND l.received_at > fencepost_now() - {LATE_RESULT_SECONDS} {_SECONDS}
+), held AS MATERIALIZED (
+    SELECT j.id, j.status AS was FROM jobs j
+    WHERE j.id = %(id)s AND (%(expected_fence)s::bigint IS NULL OR j.fence = %(expected_fence)s)
+        AND ((NOT %(accept_late)s AND j.status = 'manual_review')
+            OR (%(accept_late)s AND j.status IN ('manual_review', 'queued', 'failed')
+                AND EXISTS (SELECT FROM late WHERE late.fence = j.fence)))
+    FOR UPDATE
 )
 UPDATE jobs j SET
     status = %(outcome)s,
@@ -624,11 +637,8 @@ UPDATE jobs j SET
     last_error = CASE WHEN %(outcome)s = 'failed' THEN coalesce(%(note)s::text, 'resolved as failed') END,
     finished_at = fencepost_now(),
     {_LET_GO}
-WHERE j.id = %(id)s AND (%(expected_fence)s::bigint IS NULL OR j.fence = %(expected_fence)s)
-    AND ((NOT %(accept_late)s AND j.status = 'manual_review')
-        OR (%(accept_late)s AND j.status IN ('manual_review', 'queued', 'failed')
-            AND EXISTS (SELECT FROM late WHERE late.fence = j.fence)))
-RETURNING {JOB}
+FROM held h WHERE j.id = h.id
+RETURNING {JOB}, h.was
 """
 
 DROP_LATE_RESULT = "DELETE FROM late_results WHERE job_id = %(id)s"
@@ -637,25 +647,34 @@ DROP_LATE_RESULT = "DELETE FROM late_results WHERE job_id = %(id)s"
 
 # One statement an instance over all awaited queues: what is due, and the next instant at which something will be.
 NEXT_DUE = """
-SELECT w.queue, min(d.available_at) AS due_at, extract(epoch FROM min(d.available_at) - fencepost_now())::float8 AS wait
+SELECT w.queue, extract(epoch FROM min(d.available_at) - fencepost_now())::float8 AS wait
 FROM unnest(%(queues)s::text[]) AS w(queue)
-JOIN queues q ON q.name = w.queue AND NOT q.paused
+LEFT JOIN queues q ON q.name = w.queue
 CROSS JOIN generate_series(0, 9) AS p(priority)
 CROSS JOIN LATERAL (
     SELECT j.available_at FROM jobs j
     WHERE j.status = 'queued' AND j.queue = w.queue AND j.priority = p.priority
     ORDER BY j.available_at, j.id LIMIT 1
 ) d
+WHERE q.paused IS NOT TRUE
 GROUP BY w.queue
 """
 
+# The queues are found in the jobs themselves, for a queue may be deleted while its finished jobs stay. Here the form
+# `id IN (… LIMIT … SKIP LOCKED)` does no harm: a plan that ran it twice would delete more of what is to go anyway.
 PRUNE = f"""
+WITH RECURSIVE name AS (
+    (SELECT queue FROM jobs WHERE finished_at IS NOT NULL ORDER BY queue LIMIT 1)
+    UNION ALL
+    SELECT (SELECT j.queue FROM jobs j WHERE j.finished_at IS NOT NULL AND j.queue > n.queue ORDER BY j.queue LIMIT 1)
+    FROM name n WHERE n.queue IS NOT NULL
+)
 DELETE FROM jobs WHERE id IN (
-    SELECT old.id FROM queues q
+    SELECT old.id FROM name n LEFT JOIN queues q ON q.name = n.queue
     CROSS JOIN (VALUES ('done'), ('failed'), ('cancelled')) AS s(status)
     CROSS JOIN LATERAL (
         SELECT j.id FROM jobs j
-        WHERE j.queue = q.name AND j.status = s.status AND j.finished_at IS NOT NULL
+        WHERE j.queue = n.queue AND j.status = s.status AND j.finished_at IS NOT NULL
             AND j.finished_at < fencepost_now() - CASE WHEN s.status = 'done'
                 THEN coalesce(q.retention_seconds, %(done)s)
                 ELSE coalesce(q.failed_retention_seconds, %(failed)s) END {_SECONDS}

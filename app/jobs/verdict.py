@@ -8,9 +8,9 @@ stored outcome. An attempt that somebody else ended is `lease-lost`.
 from typing import Any
 from uuid import UUID
 
-from app.errors import AttemptEnded, JobNotFound, LeaseLost, Refusal, WorkerMismatch
+from app.errors import AttemptEnded, JobNotFound, LeaseLost, Refusal, Unavailable, WorkerMismatch
 
-ENDED_BY_OTHERS = {"reclaimed": "reclaimed", "cancelled": "cancelled", "requeued": "requeued"}
+ENDED_BY_OTHERS = frozenset({"reclaimed", "cancelled", "requeued"})
 _OUTCOME_OF = {"complete": "done", "fail": "failed", "release": "released"}
 
 
@@ -25,7 +25,7 @@ def judge(job_id: UUID, verb: str, content_sha256: bytes, fate: dict[str, Any]) 
                 job_id=str(job_id),
                 worker_id=fate["reserved_by"],
             )
-        return LeaseLost("The attempt changed while this call was judged; ask again.", **_facts(job_id, fate))
+        return Unavailable("The attempt changed while this call was judged; nothing was done.")
     if fate["completed"]:
         if verb == "complete" and content_sha256 == fate["done_sha256"]:
             return answer(job_id, "done", fate["fence"], None, fate["finished_at"])

@@ -42,7 +42,7 @@ async def _with_counts(tx: Tx, rows: Sequence[dict[str, Any]]) -> list[dict[str,
 
 async def put(tx: Tx, name: str, settings: dict[str, Any], *, actor: str) -> tuple[dict[str, Any], bool]:
     """Set all settings of a queue; (the queue, whether it is new)."""
-    before = await tx.row(sql.GET, {"name": name})
+    before = await tx.row(sql.LOCK, {"name": name})
     row = await tx.row(sql.PUT, {"name": name, **settings})
     created = row is not None and bool(row["created"])
     changed = {key: value for key, value in settings.items() if before is None or before[key] != value}
@@ -69,10 +69,12 @@ async def release_hold(tx: Tx, name: str, *, actor: str, reason: str | None) -> 
 
 
 async def _switch(tx: Tx, statement: str, action: str, name: str, actor: str, reason: str | None) -> dict[str, Any]:
+    before = await tx.row(sql.LOCK, {"name": name})
     row = await tx.row(statement, {"name": name, "actor": actor, "reason": reason})
-    if row is not None:
-        after = {"paused": row["paused"], "hold_until": row["hold_until"]}
-        await record(tx, actor=actor, action=f"queue.{action}", target=name, reason=reason, before=None, after=after)
+    if before is not None and row is not None:
+        facts = ("paused", "paused_by", "paused_reason", "hold_until")
+        old, new = ({fact: state[fact] for fact in facts} for state in (before, row))
+        await record(tx, actor=actor, action=f"queue.{action}", target=name, reason=reason, before=old, after=new)
         if action == "resume":
             tx.tell("claimable", queue=name, count=1, more=True)
     return await get(tx, name)
@@ -80,9 +82,10 @@ async def _switch(tx: Tx, statement: str, action: str, name: str, actor: str, re
 
 async def delete(tx: Tx, name: str, *, actor: str) -> None:
     """Delete a queue without live jobs; its finished jobs stay. Raises QueueNotFound, QueueNotEmpty."""
-    if await tx.row(sql.GET, {"name": name}) is None:
-        raise QueueNotFound(name)
     await tx.run(sql.LOCK_JOBS)
+    before = await tx.row(sql.LOCK, {"name": name})
+    if before is None:
+        raise QueueNotFound(name)
     live = await tx.row(sql.LIVE_JOB, {"name": name})
     if live is not None:
         raise QueueNotEmpty(
@@ -90,5 +93,6 @@ async def delete(tx: Tx, name: str, *, actor: str) -> None:
             queue=name,
             job_id=str(live["id"]),
         )
-    if await tx.run(sql.DELETE, {"name": name}):
-        await record(tx, actor=actor, action="queue.delete", target=name, reason=None, before=None, after=None)
+    await tx.run(sql.DELETE, {"name": name})
+    settings = {name: before[name] for name in sql.SETTINGS}
+    await record(tx, actor=actor, action="queue.delete", target=name, reason=None, before=settings, after=None)

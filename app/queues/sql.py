@@ -32,6 +32,9 @@ SELECT {QUEUE} FROM queues q WHERE q.name > %(after)s ORDER BY q.name LIMIT %(li
 
 GET = f"SELECT {QUEUE} FROM queues q WHERE q.name = %(name)s"
 
+# For the operations that tell the audit what was before.
+LOCK = f"{GET} FOR UPDATE"
+
 COUNTS = """
 SELECT q.name, s.status, c.count
 FROM unnest(%(names)s::text[]) AS q(name)

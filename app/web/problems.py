@@ -96,7 +96,7 @@ PROBLEMS: Mapping[str, Kind] = {
         409, "The attempt belongs to another worker", "Send the `worker_id` that was used in the claim."
     ),
     "move-refused": Kind(
-        409, "The job's status does not allow this", "Look at `status`; some moves need `force` or another flag."
+        409, "The job's status does not allow this", "Look at `job_status`; some moves need `force` or another flag."
     ),
     "fence-moved": Kind(
         409, "The job moved on", "Read the job again, decide anew, and send its present fence as `expected_fence`."
