@@ -28,6 +28,7 @@ OnConnect = Callable[[Connection], Awaitable[None]]
 Hearer = Callable[[str, dict[str, Any]], None]
 T = TypeVar("T")
 
+PING_SECONDS = 0.4
 GENERIC_PLAN = "; SET LOCAL plan_cache_mode = force_generic_plan"
 
 READY = """
@@ -182,24 +183,28 @@ class Database:
         return self._pool.get_stats()
 
     @contextlib.asynccontextmanager
-    async def begin(self, *, generic_plan: bool = False) -> AsyncIterator[Tx]:
+    async def begin(self, *, generic_plan: bool = False, within: float | None = None) -> AsyncIterator[Tx]:
         """A transaction: committed when the block ends well, rolled back when it raises.
 
         `generic_plan` is for a statement whose plan does not depend on its values (the claim): PostgreSQL overestimates
         a LIMIT that it does not know and would plan anew each time, which costs as much as the claim itself.
+
+        `within` seconds each of connecting, working and committing must answer (the statement time-out and a little);
+        who has less time says so here rather than by a cancel, for which psycopg would wait on a frozen server.
 
         Raises Unavailable (nothing done) and OutcomeUnknown (lost in the COMMIT). An error that the statement itself
         deserves (a unique violation, a check) passes through as psycopg raised it.
         """
         try:
             begin = self._begin + GENERIC_PLAN if generic_plan and self._prepare is None else self._begin
-            connection = await self._connection_in_transaction(begin)
+            seconds = self._answer_within if within is None else within
+            connection = await self._connection_in_transaction(begin, seconds, within)
         except (psycopg.Error, PoolTimeout, TooManyRequests, PoolClosed, OSError) as error:
             raise unavailable(error) or error from error
         tx = Tx(connection, self._prepare)
         try:
             try:
-                with _Deadline(connection, self._answer_within):
+                with _Deadline(connection, seconds):
                     yield tx
             except BaseException as error:
                 await self._roll_back(connection)
@@ -208,7 +213,7 @@ class Database:
                     raise refusal from error
                 raise
             try:
-                with _Deadline(connection, self._answer_within):
+                with _Deadline(connection, seconds):
                     await connection.execute("COMMIT")
             except BaseException as error:
                 await connection.close()
@@ -226,12 +231,12 @@ class Database:
             for hear in self.hearers:
                 hear(fact, facts)
 
-    async def _connection_in_transaction(self, begin: str) -> Connection:
+    async def _connection_in_transaction(self, begin: str, seconds: float, patience: float | None) -> Connection:
         # After a restart of the server every pooled connection is dead; nothing was done on them, so each is replaced
         # here until one answers.
         for attempt in range(self._pool_size + 2):
-            connection = await self._pool.getconn()
-            deadline = _Deadline(connection, self._answer_within)
+            connection = await self._pool.getconn(patience)
+            deadline = _Deadline(connection, seconds)
             try:
                 with deadline:
                     await connection.execute(begin)
@@ -267,7 +272,7 @@ class Database:
         raise AssertionError("unreachable")
 
     async def ping(self) -> dict[str, bool]:
-        """Whether the database takes writes and serves this build's schema. Raises Unavailable."""
-        async with self.begin() as tx:
+        """Whether the database takes writes and serves this build's schema. Raises Unavailable, within a second."""
+        async with self.begin(within=PING_SECONDS) as tx:
             row = await tx.row(READY, {"revision": REVISION})
         return {"writable": bool(row and row["writable"]), "revision_ok": bool(row and row["revision_ok"])}

@@ -29,7 +29,9 @@ from app.web.reference import reference_doors
 
 log = logging.getLogger("fencepost")
 
-GAUGE_QUEUES = 500
+GAUGE_QUEUES = 5_000
+"""All that a scrape looks at; it shows 500 of them and adds the others up."""
+GAUGE_SECONDS = 0.35
 GAUGE_CAP = 1_000
 
 _UNCOUNTED = frozenset({"claimable", "due_later"})
@@ -58,6 +60,8 @@ class Service:
         self.hints = Hints(self.db, listen_url, self.waiting, self.clock.sooner)
         self.clock.hints_live = lambda: self.hints.live
         # Claims take at most half of the connections, so that heartbeats and completions always find one.
+        # Lists take at most a quarter: a dozen readers of heavy pages must not cost a worker its lease.
+        self.reads_at_once = asyncio.Semaphore(max(1, settings.pool_size // 4))
         self.claims_at_once = asyncio.Semaphore(max(1, settings.pool_size // 2))
         self.loops = LoopSet(self.db, self._loops(), run_here=settings.loops)
         self.draining = False
@@ -137,7 +141,7 @@ class Service:
 
     async def gauges(self) -> list[Gauge]:
         """What the database knows, for a scrape. Counts are capped: a scrape never scans a big table."""
-        async with self.db.begin() as tx:
+        async with self.db.begin(within=GAUGE_SECONDS) as tx:
             rows = await tx.rows(queues_sql.LIST, {"after": "", "limit": GAUGE_QUEUES})
             names = [row["name"] for row in rows]
             counts = await tx.rows(queues_sql.COUNTS, {"names": names, "cap": GAUGE_CAP})

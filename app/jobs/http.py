@@ -192,7 +192,8 @@ async def enqueue_jobs(call: Call) -> Answer:
 async def list_jobs(call: Call) -> Answer:
     """List jobs, the newest first.
 
-    Pages go by creation time and id: a job that exists and matches all the time is seen exactly once.
+    Pages go by creation time and id: a job that exists and matches all the time is seen exactly once. A page ends
+    early where its payloads and results are large; `next_cursor` is null on the last one only.
     """
     filters = {
         name: getattr(call.query, name) for name in schemas.JobList.model_fields if name not in ("cursor", "limit")
@@ -205,12 +206,12 @@ async def list_jobs(call: Call) -> Answer:
         except ValueError:
             raise InvalidInput.at("query.cursor", "is not a cursor of this list; start again without one") from None
     limit = call.query.limit
-    async with call.app.db.begin() as tx:
+    async with call.app.reads_at_once, call.app.db.begin() as tx:
         rows = await intake.search(tx, {**filters, **position, "limit": limit + 1})
-    more = len(rows) > limit
-    last = rows[limit - 1] if more else None
+    shown = rows[:limit]
+    last = shown[-1] if shown and shown[0]["found"] > len(shown) else None
     cursor = pages.make([last["created_at"].isoformat(), str(last["id"])], filters) if last else None
-    return Answer(200, {"jobs": [job_view(row) for row in rows[:limit]], "next_cursor": cursor})
+    return Answer(200, {"jobs": [job_view(row) for row in shown], "next_cursor": cursor})
 
 
 @jobs.get("/v1/jobs/{id}", scope="read", answers={200: schemas.JobRead}, refusals=("job-not-found",))
@@ -247,7 +248,7 @@ async def list_attempts(call: Call) -> Answer:
     after = pages.read(call.query.cursor, bound, (int,))[0] if call.query.cursor is not None else -1
     if not -1 <= after < 2**53:
         raise InvalidInput.at("query.cursor", "is not a cursor of this list; start again without one")
-    async with call.app.db.begin() as tx:
+    async with call.app.reads_at_once, call.app.db.begin() as tx:
         rows = await intake.attempts(tx, call.path["id"], after=after, limit=limit + 1)
     for row in rows:
         row["progress"] = RawJson(row["progress"]) if row["progress"] is not None else None
@@ -299,7 +300,15 @@ async def claim_jobs(call: Call) -> Answer:
         watch = asyncio.ensure_future(_watch(call, gone))
         try:
             request = (claim.key_id, claim.worker_id, claim.request_id) if claim.request_id is not None else None
-            await wait_for_jobs(call.app.waiting, queues, body.wait_seconds, attempt, request=request, gone=gone)
+            await wait_for_jobs(
+                call.app.waiting,
+                queues,
+                body.wait_seconds,
+                attempt,
+                request=request,
+                gone=gone,
+                confirm=call.app.clock.confirm,
+            )
         finally:
             watch.cancel()
     grant = grants[-1] if grants else lease.Grant([], None)

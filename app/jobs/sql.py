@@ -130,8 +130,15 @@ WHERE h.fence > %(after)s ORDER BY h.fence LIMIT %(limit)s
 EXISTS = "SELECT id FROM jobs WHERE id = %(id)s"
 
 
+PAGE_BYTES = 4 * 1024 * 1024
+"""A page ends early past so many bytes of payloads and results as stored: 500 of 256 KiB would be 128 MiB at once."""
+
+
 def search(filters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The list of jobs, downward by (created_at, id): the only statement that is built. Values stay parameters."""
+    """The list of jobs, downward by (created_at, id): the only statement that is built. Values stay parameters.
+
+    `found` is how many rows matched up to the limit; more than there are rows when the page ended early.
+    """
     conditions = ["true"]
     columns = {"queue": "queue", "kind": "kind", "worker_id": "reserved_by", "unique_key": "unique_key"}
     conditions += [f"j.{column} = %({name})s" for name, column in columns.items() if filters.get(name) is not None]
@@ -144,9 +151,19 @@ def search(filters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if filters.get("before_at") is not None:
         conditions.append("(j.created_at, j.id) < (%(before_at)s::timestamptz, %(before_id)s::uuid)")
     return (
-        f"SELECT {JOB} FROM jobs j WHERE {' AND '.join(conditions)} "
-        "ORDER BY j.created_at DESC, j.id DESC LIMIT %(limit)s"
-    ), filters
+        f"""
+WITH page AS (
+    SELECT j.id, j.created_at, pg_column_size(j.payload) + coalesce(pg_column_size(j.result), 0) AS bytes
+    FROM jobs j WHERE {" AND ".join(conditions)} ORDER BY j.created_at DESC, j.id DESC LIMIT %(limit)s
+), measured AS (
+    SELECT id, count(*) OVER () AS found, sum(bytes) OVER (ORDER BY created_at DESC, id DESC) - bytes AS before
+    FROM page
+)
+SELECT {JOB}, m.found FROM measured m JOIN jobs j ON j.id = m.id
+WHERE m.before < {PAGE_BYTES} ORDER BY j.created_at DESC, j.id DESC
+""",
+        filters,
+    )
 
 
 # --- claim -----------------------------------------------------------------------------------------------------------
@@ -644,6 +661,10 @@ RETURNING {JOB}, h.was
 DROP_LATE_RESULT = "DELETE FROM late_results WHERE job_id = %(id)s"
 
 # --- waiting, pruning, measuring -------------------------------------------------------------------------------------
+
+TAKES_WRITES = """
+SELECT NOT pg_is_in_recovery() AND NOT current_setting('transaction_read_only')::boolean AS writable
+"""
 
 # One statement an instance over all awaited queues: what is due, and the next instant at which something will be.
 NEXT_DUE = """

@@ -9,6 +9,7 @@ lost with a client that went away.
 import asyncio
 import contextlib
 import logging
+import sys
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ ASK_EVERY_SECONDS = 5.0
 
 ASK_WITHOUT_HINTS_SECONDS = 0.5
 """The same while there is no LISTEN connection: polling is then the only way to hear of other instances."""
+
+
+ASK_WITHIN_SECONDS = 1.5
+CONFIRMED_SECONDS = 1.0
 
 
 class Seat:
@@ -67,8 +72,6 @@ class WaitingRoom:
         self.first_waiter: Callable[[], None] = lambda: None
         """Called when a queue gets its first waiter: what is due there is not known yet."""
         self.closed = False
-        self.healthy = True
-        """False while the database could not be asked: a waiter's time then ends in a refusal, not in an empty list."""
 
     def __len__(self) -> int:
         return self._count
@@ -143,11 +146,12 @@ async def wait_for_jobs(
     *,
     request: object | None = None,
     gone: asyncio.Event,
+    confirm: Callable[[], Awaitable[bool]],
 ) -> None:
     """Call `attempt` (answers the queues it got jobs of) at once and at every wake, until it got something, the time
     is over, the client is gone or the instance ends.
 
-    Raises Unavailable where the time ends while the database is away: an empty list would be a lie.
+    Raises Unavailable where the time ends while the database is away (`confirm` says no): an empty list would be a lie.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
@@ -156,7 +160,12 @@ async def wait_for_jobs(
         while not gone.is_set():
             woken_for, more = seat.woken_for, seat.more
             seat.sit_down_again()
-            taken = await attempt()
+            taken: Collection[str] = ()
+            try:
+                taken = await attempt()
+            finally:
+                if not taken and woken_for is not None and (gone.is_set() or sys.exc_info()[0] is not None):
+                    room.wake(woken_for, more=more)
             if taken:
                 if woken_for is not None and (more or woken_for not in taken):
                     room.wake(woken_for, more=more)
@@ -166,8 +175,8 @@ async def wait_for_jobs(
                 break
             if room.closed or not seat.queues:
                 break
-        if not (room.healthy or room.closed or gone.is_set()):
-            raise Unavailable("The database could not be asked while this claim waited.")
+        if seat.queues and not (room.closed or gone.is_set()) and not await confirm():
+            raise Unavailable("The database cannot be asked whether there are jobs.")
 
 
 async def _called(seat: Seat, gone: asyncio.Event, seconds: float) -> bool:
@@ -189,6 +198,9 @@ class DueClock:
         self._room = room
         self._ask_at = 0.0
         self._earlier = asyncio.Event()
+        self._answered_at = float("-inf")
+        self._asking: asyncio.Task[float] | None = None
+        self._healthy = True
         self.hints_live: Callable[[], bool] = lambda: False
         room.first_waiter = lambda: self.sooner(0.01)
 
@@ -202,25 +214,38 @@ class DueClock:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            self._ask_at = loop.time() + (await self._ask() if self._room.awaited() else ASK_EVERY_SECONDS)
+            self._ask_at = loop.time() + (await self._ask_together() if self._room.awaited() else ASK_EVERY_SECONDS)
             while (left := self._ask_at - loop.time()) > 0:
                 self._earlier.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(left):
                         await self._earlier.wait()
 
+    async def confirm(self) -> bool:
+        """Whether the database answers and takes writes, as known for a second at most; many ask in one question."""
+        if asyncio.get_running_loop().time() - self._answered_at > CONFIRMED_SECONDS:
+            await self._ask_together()
+        return self._healthy
+
+    async def _ask_together(self) -> float:
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._ask())
+        return await asyncio.shield(self._asking)
+
     async def _ask(self) -> float:
         every = ASK_EVERY_SECONDS if self.hints_live() else ASK_WITHOUT_HINTS_SECONDS
         self._ask_at = asyncio.get_running_loop().time() + every
         try:
-            async with self._db.begin() as tx:
+            async with self._db.begin(within=ASK_WITHIN_SECONDS) as tx:
                 rows = await tx.rows(sql.NEXT_DUE, {"queues": self._room.awaited()})
+                state = await tx.row(sql.TAKES_WRITES)
         except Exception as error:
-            if self._room.healthy:
+            if self._healthy:
                 log.warning("due instants cannot be asked: %s", error)
-            self._room.healthy = False
+            self._healthy = False
             return 0.5
-        self._room.healthy = True
+        self._healthy = state is not None and bool(state["writable"])
+        self._answered_at = asyncio.get_running_loop().time()
         sooner = self._ask_at - asyncio.get_running_loop().time()
         return max(0.001, min([every, sooner, *(self._due(row) for row in rows)]))
 

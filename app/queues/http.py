@@ -21,7 +21,7 @@ async def list_queues(call: Call) -> Answer:
     """List queues by name, with counts capped at 10 000."""
     limit = call.query.limit
     after = pages.read(call.query.cursor, {}, (str,))[0] if call.query.cursor is not None else ""
-    async with call.app.db.begin() as tx:
+    async with call.app.reads_at_once, call.app.db.begin() as tx:
         rows = await ops.page(tx, after=after, limit=limit + 1)
     cursor = pages.make([rows[limit - 1]["name"]], {}) if len(rows) > limit else None
     return Answer(200, {"queues": [queue_view(row) for row in rows[:limit]], "next_cursor": cursor})

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from app.db import Database
 from app.errors import TooManyWaiters, Unavailable
 from app.jobs import intake
 from app.jobs.hints import Hints
@@ -32,9 +33,13 @@ class Shelf:
         return attempt
 
 
-def sit(room, shelf, queues, seconds=30.0, gone=None, request=None):
+async def healthy():
+    return True
+
+
+def sit(room, shelf, queues, seconds=30.0, gone=None, request=None, confirm=healthy):
     gone = gone or asyncio.Event()
-    waiting = wait_for_jobs(room, queues, seconds, shelf.taker(queues), gone=gone, request=request)
+    waiting = wait_for_jobs(room, queues, seconds, shelf.taker(queues), gone=gone, request=request, confirm=confirm)
     return asyncio.ensure_future(waiting)
 
 
@@ -84,6 +89,45 @@ async def test_a_wake_of_a_client_that_is_gone_is_handed_on(db):
     assert shelf.jobs["q"] == 0
 
 
+async def test_a_wake_is_handed_on_when_the_attempt_fails_or_its_client_leaves_meanwhile(db):
+    for leave in (True, False):
+        room, shelf, gone = WaitingRoom(100), Shelf(), asyncio.Event()
+
+        async def attempt(leave=leave, gone=gone, shelf=shelf):
+            shelf.looks += 1
+            if shelf.looks > 1:
+                if not leave:
+                    raise Unavailable("no")
+                gone.set()
+            return set()
+
+        dead = asyncio.ensure_future(wait_for_jobs(room, ["q"], 30.0, attempt, gone=gone, confirm=healthy))
+        await settled()
+        other = Shelf()
+        alive = sit(room, other, ["q"])
+        await settled()
+        other.jobs["q"] = 1
+        room.wake("q")
+        await asyncio.wait_for(alive, 2)
+        await asyncio.gather(dead, return_exceptions=True)
+
+
+async def test_the_clock_confirms_what_it_knows_for_a_second(db, database_url):
+    clock = DueClock(db, WaitingRoom(1))
+    assert await clock.confirm()
+    async with db.begin() as tx:
+        await tx.run(
+            "DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET default_transaction_read_only = on', "
+            "current_database()); END $$"
+        )
+    clock._answered_at = float("-inf")
+    fresh = Database(database_url, pool_size=1)
+    await fresh.open()
+    clock._db = fresh
+    assert not await clock.confirm()
+    await fresh.close()
+
+
 async def test_a_wake_spent_on_who_took_from_another_queue_is_handed_on(db):
     room, shelf = WaitingRoom(100), Shelf()
     both, only = sit(room, shelf, ["a", "b"]), sit(room, shelf, ["b"])
@@ -104,7 +148,7 @@ async def test_a_job_between_the_look_and_the_sitting_down_is_not_missed(db):
             return set()
         return {"q"}
 
-    await asyncio.wait_for(wait_for_jobs(room, ["q"], 30.0, attempt, gone=asyncio.Event()), 2)
+    await asyncio.wait_for(wait_for_jobs(room, ["q"], 30.0, attempt, gone=asyncio.Event(), confirm=healthy), 2)
 
 
 async def test_the_room_has_a_cap_and_seats_are_given_back(db):
@@ -133,9 +177,12 @@ async def test_a_repeat_takes_the_place_of_the_first(db):
 
 async def test_time_over_while_the_database_is_away_is_a_refusal_not_an_empty_list(db):
     room, shelf = WaitingRoom(10), Shelf()
-    room.healthy = False
+
+    async def sick():
+        return False
+
     with pytest.raises(Unavailable):
-        await sit(room, shelf, ["q"], seconds=0.01)
+        await sit(room, shelf, ["q"], seconds=0.01, confirm=sick)
 
 
 async def test_the_clock_wakes_at_the_due_instant(db):
