@@ -235,3 +235,39 @@ async def test_every_operator_action_leaves_one_audit_row_and_a_refused_one_none
         ("job.cancel", "queued", "cancelled"),
     ]
     assert {(row["actor"], row["reason"], row["target"]) for row in rows} == {("op", "because", str(job.id))}
+
+
+async def test_asking_twice_to_cancel_changes_nothing_the_second_time(db):
+    async with db.begin() as tx:
+        job = await a_job(tx, "processing")
+        first = await intake.cancel(tx, job.id, **OPERATOR, force=False)
+    async with db.begin() as tx:
+        second = await intake.cancel(tx, job.id, **OPERATOR, force=False)
+        audit = await tx.rows("SELECT * FROM audit")
+    assert second == first
+    assert (second["status"], second["cancel_requested"], len(audit)) == ("processing", True, 1)
+
+
+async def test_a_requeue_brings_a_deleted_queue_back(db):
+    async with db.begin() as tx:
+        job = await a_job(tx, "failed", queue="gone")
+    await intake.requeue(db, job.id, **REQUEUE)
+    async with db.begin() as tx:
+        assert await tx.rows("SELECT name FROM queues") == [{"name": "gone"}]
+
+
+async def test_a_page_ends_early_where_payloads_are_large_and_loses_nothing(db):
+    import secrets
+
+    big = [NewJob("q", f'"{secrets.token_hex(125_000)}"') for _ in range(40)]
+    await enqueue(db, *big)
+    seen, position = [], {}
+    for _ in range(40):
+        async with db.begin() as tx:
+            rows = await intake.search(tx, {"queue": "q", "limit": 41, **position})
+        seen += [row["id"] for row in rows]
+        if rows[0]["found"] == len(rows):
+            break
+        position = {"before_at": rows[-1]["created_at"], "before_id": rows[-1]["id"]}
+    assert len(seen) == len(set(seen)) == 40
+    assert len(rows) < 40

@@ -317,3 +317,25 @@ async def test_the_epoch_lifts_every_fence_above_the_old_ones(db):
         assert grant.jobs[0]["fence"] == 2 << 40
         [beat] = await lease.heartbeat(tx, [Beat(job.id, grant.jobs[0]["attempt_token"], "w")])
         assert not isinstance(beat, Refusal)
+
+
+async def test_a_repeated_claim_tells_the_previous_attempt_too(db):
+    async with db.begin() as tx:
+        job = await a_job(tx, "processing")
+        await lease.fail(tx, [Ending("fail", job.id, job.token, b"f", error_message="boom", delay_seconds=0.0)])
+    call = ClaimCall("w", 1, request_id=uuid.uuid4(), content_sha256=b"same")
+    first, again = [await lease.claim_once(db, ["q"], call) for _ in range(2)]
+    assert '"boom"' in first.jobs[0]["previous_attempt"]
+    assert '"boom"' in again.jobs[0]["previous_attempt"]
+
+
+@pytest.mark.parametrize("verb", ["complete", "fail", "release"])
+async def test_every_ending_in_a_queue_at_its_limit_tells_its_waiters(db, verb):
+    heard = []
+    db.hearers.append(lambda fact, facts: heard.append(fact))
+    async with db.begin() as tx:
+        await tx.run("INSERT INTO queues (name, max_processing) VALUES ('q', 1)")
+        job = await a_job(tx, "processing")
+    async with db.begin() as tx:
+        await getattr(lease, verb)(tx, [Ending(verb, job.id, job.token, b"x", delay_seconds=500.0)])
+    assert "claimable" in heard

@@ -69,3 +69,11 @@ async def test_more_than_a_batch(db):
             "fencepost_now() - interval '8 days' FROM generate_series(1, 2500)"
         )
     assert await prune(db) == 2501
+
+
+async def test_finished_jobs_of_a_deleted_queue_are_pruned_as_well(db):
+    async with db.begin() as tx:
+        await tx.run("INSERT INTO queues (name) VALUES ('b')")
+        for queue in ("a", "b", "c"):
+            await a_job(tx, "done", queue=queue, finished_ago=8 * DAY)
+    assert await prune(db) == 3

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from app.db import Database
 from app.errors import LeaseLost, Unavailable
 from app.jobs import epoch, lease, reclaim
 from app.jobs.model import Ending
@@ -288,3 +289,68 @@ async def test_the_epoch_bump_after_a_restore_takes_every_job_back(db):
     async with db.begin() as tx:
         [answer] = await lease.complete(tx, [Ending("complete", jobs[0].id, jobs[0].token, b"x")])
     assert isinstance(answer, LeaseLost)
+
+
+SLOW = """
+CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN IF new.queue = 'slow' THEN PERFORM pg_sleep(60); END IF; RETURN new; END $$;
+CREATE TRIGGER slow BEFORE UPDATE ON jobs FOR EACH ROW EXECUTE FUNCTION slow()
+"""
+
+
+async def test_a_row_whose_move_takes_too_long_is_set_aside_too(database_url):
+    db = Database(database_url, statement_timeout=0.5)
+    await db.open()
+    try:
+        await over_jobs(db, 1, queue="slow", lease_left=-9)
+        await over_jobs(db, 4)
+        async with db.begin() as tx:
+            await tx.run(SLOW)
+        await reclaim.reclaim_pass(db, NO_GRACE)
+        assert await statuses(db) == {"queued": 4, "processing": 1}
+        async with db.begin() as tx:
+            assert len(await tx.rows("SELECT * FROM reclaim_set_aside")) == 1
+    finally:
+        await db.close()
+
+
+async def test_a_row_set_aside_does_not_pass_a_hold(db):
+    await braked_queue(db, 1)
+    [job] = await over_jobs(db, 1)
+    async with db.begin() as tx:
+        await tx.run(reclaim.sql.SET_ASIDE, {"id": job.id, "error": "e"})
+        await tx.run("UPDATE reclaim_set_aside SET next_try_at = fencepost_now()")
+        await tx.run(reclaim.sql.HOLD, {"name": "q"})
+    await reclaim.reclaim_pass(db, NO_GRACE)
+    assert await statuses(db) == {"processing": 1}
+
+
+async def test_an_instance_that_waited_for_another_sees_the_grace_it_gave(db):
+    await over_jobs(db, 1)
+    await pretend_last_pass(db, 60)
+    async with db.begin() as tx:
+        assert await reclaim._in_grace(tx, GRACE)
+
+        async def second():
+            async with db.begin() as other:
+                return await reclaim._in_grace(other, GRACE)
+
+        task = asyncio.create_task(second())
+        await _until_blocked(db)
+    assert await task
+
+
+async def test_a_restore_leaves_no_locked_job_behind_unsaid(db, database_url):
+    import psycopg
+
+    async with db.begin() as tx:
+        locked = await a_job(tx, "processing")
+        await a_job(tx, "processing")
+    with psycopg.connect(database_url) as other:
+        other.execute("SELECT FROM jobs WHERE id = %s FOR UPDATE", (locked.id,))
+        with pytest.raises(Unavailable):
+            await reclaim.take_back_all(db)
+    await reclaim.take_back_all(db)
+    async with db.begin() as tx:
+        row = await read(tx, locked)
+    assert (row["status"], row["last_error"]) == ("queued", "taken back after a restore of the database")
