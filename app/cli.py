@@ -55,6 +55,8 @@ def starting() -> Iterator[None]:
     try:
         yield
     except CannotStart as problem:
+        if problem.told:
+            raise typer.Exit(1) from None
         fail(str(problem))
 
 

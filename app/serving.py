@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -35,8 +35,13 @@ START_PATIENCE = 30.0
 """Seconds that a database which does not answer is waited for at start."""
 
 
+EXAMPLE = "postgresql://user:password@host:5432/name"
+
+
 class CannotStart(Exception):
-    """Why, in one line, and what to do about it."""
+    """Why, in one line, and what to do about it. `told`: the line is on stderr already."""
+
+    told = False
 
 
 def serve(settings: Settings) -> None:
@@ -102,21 +107,52 @@ def database(settings: Settings) -> Iterator[Settings]:
         except devdb.NoDatabase as problem:
             if keeper is not None:
                 keeper.stop()
-            raise CannotStart(str(problem)) from None
+            refusal = CannotStart(str(problem))
+            # The keeper's thread has written what its process said.
+            refusal.told = keeper is not None and keeper.complaint == str(problem)
+            raise refusal from None
         settings = settings.model_copy(update={"database_url": keeper.url})
     try:
+        for name in ("database_url", "direct_url"):
+            check_address(f"FENCEPOST_{name.upper()}", getattr(settings, name))
         url = settings.direct_url or settings.database_url or ""
         wait_for_database(url)
+        if settings.database_url not in (None, url):
+            wait_for_database(settings.database_url or "")
         try:
             upgrade(url)
         except SchemaAhead as problem:
             raise CannotStart(str(problem)) from None
         except (psycopg.Error, sqlalchemy.exc.SQLAlchemyError) as error:
-            raise CannotStart(f"cannot migrate the database {named(url)}: {_first_line(error)}") from None
+            raise CannotStart(f"cannot migrate the database {named(url)}: {_first_line(error, url)}") from None
         yield settings
     finally:
         if keeper is not None:
             keeper.stop()
+
+
+def check_address(name: str, url: str | None) -> None:
+    """Raises CannotStart when it cannot be read as an address, or would be read otherwise than it was meant.
+
+    What libpq says about such a text repeats it, password and all; so nothing of it is told.
+    """
+    if url is None:
+        return
+    try:
+        parts = psycopg.conninfo.conninfo_to_dict(url)
+    except psycopg.Error:
+        raise CannotStart(
+            f"{name} is no PostgreSQL address; wanted is the form {EXAMPLE} (postgresql:// or postgres://, no driver's "
+            "name; special characters of a password percent-encoded)."
+        ) from None
+    host, port = str(parts.get("host") or ""), str(parts.get("port") or "")
+    # A bare @ or / in a password moves a part of it into the host, the port or the name, which messages show.
+    misread = "://" in url and "@" in host + str(parts.get("dbname") or "")
+    if misread or not all(each == "" or (each.isascii() and each.isdigit()) for each in port.split(",")):
+        raise CannotStart(
+            f"{name} cannot be read: is there an @, / or : in the password? Percent-encode it (%40, %2F, %3A). "
+            f"Wanted is the form {EXAMPLE}."
+        )
 
 
 def wait_for_database(url: str, patience: float = START_PATIENCE) -> None:
@@ -126,15 +162,15 @@ def wait_for_database(url: str, patience: float = START_PATIENCE) -> None:
         try:
             psycopg.connect(url, connect_timeout=5).close()
             return
-        except psycopg.ProgrammingError as error:
-            raise CannotStart(f"FENCEPOST_DATABASE_URL is no PostgreSQL address: {_first_line(error)}") from None
         except psycopg.OperationalError as error:
             if time.monotonic() > deadline:
-                raise CannotStart(f"the database {named(url)} does not answer: {_first_line(error)}") from None
+                raise CannotStart(f"the database {named(url)} does not answer: {_first_line(error, url)}") from None
             if not told:
                 told = True
-                sys.stderr.write(f"fencepost: waiting for the database {named(url)}: {_first_line(error)}\n")
+                sys.stderr.write(f"fencepost: waiting for the database {named(url)}: {_first_line(error, url)}\n")
             time.sleep(min(0.5, patience))
+        except psycopg.Error:
+            raise CannotStart(f"the database's address cannot be used; wanted is the form {EXAMPLE}.") from None
 
 
 def check_clock(settings: Settings) -> None:
@@ -266,7 +302,7 @@ def named(url: str) -> str:
     """An address without its password, for messages."""
     try:
         parts = psycopg.conninfo.conninfo_to_dict(url)
-    except psycopg.ProgrammingError:
+    except psycopg.Error:
         return "(unreadable address)"
     return f"{parts.get('dbname', '')} at {parts.get('host', 'localhost')}:{parts.get('port', 5432)}"
 
@@ -278,5 +314,11 @@ def _described(settings: Settings) -> str:
     return f"database {named(url)}"
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _first_line(error: BaseException, url: str) -> str:
+    """What went wrong, in one line, without the address and its password should the text hold them."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].replace(url, "…")
+    with suppress(psycopg.Error):
+        password = str(psycopg.conninfo.conninfo_to_dict(url).get("password") or "")
+        if len(password) > 3 and password != "postgres":  # noqa: S105 - a word of many messages, and no secret
+            line = line.replace(password, "…")
+    return line

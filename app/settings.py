@@ -7,11 +7,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="FENCEPOST_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix="FENCEPOST_", frozen=True, extra="ignore", hide_input_in_errors=True)
 
-    database_url: str | None = None
+    database_url: str | None = Field(default=None, repr=False)
     """Any PostgreSQL 15 or newer. Absent: the embedded one."""
-    direct_url: str | None = None
+    direct_url: str | None = Field(default=None, repr=False)
     """A way round the pooler, for migrations and LISTEN. Absent: `database_url`."""
     prepared_statements: bool = True
     """False behind pgbouncer in transaction mode."""

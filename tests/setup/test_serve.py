@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import psycopg
 import pytest
+from pydantic import ValidationError
 
 from app import devdb, serving
 from app.settings import Settings
@@ -134,6 +135,41 @@ def test_a_database_that_does_not_answer_is_told_without_its_password(capsys):
     said = str(caught.value) + capsys.readouterr().err
     assert "mine at 127.0.0.1:1" in said
     assert "hush" not in said
+
+
+@pytest.mark.parametrize("name", ["FENCEPOST_DATABASE_URL", "FENCEPOST_DIRECT_URL"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+asyncpg://fp:S3cretPw@db/x?a=1",
+        "postgres//fp:S3cretPw@db/x",
+        "postgresql://fp:S3cretPw%zz@db/x",
+        "postgresql://fp:a@S3cretPw@db/x",
+        "postgresql://fp:S3cretPw/b@db/x",
+        "postgresql://fp:a/S3cretPw@db/x",
+        "postgresql://fp:a@db:S3cretPw/x",
+        "host=db password='S3cretPw",
+    ],
+)
+def test_an_unreadable_address_is_refused_without_a_word_of_it(name, url, database_url):
+    addresses = {"FENCEPOST_DATABASE_URL": database_url, name: url}
+    for verb in (["serve", "--port", "0"], ["migrate"]):
+        line = refused(*verb, **addresses)
+        assert line.startswith(f"fencepost: {name} ")
+        assert "postgresql://user:password@host" in line
+        assert "S3cretPw" not in line
+
+
+def test_the_settings_tell_no_address():
+    settings = Settings(database_url="postgresql://me:hush@db/x", direct_url="postgresql://me:hush@db/x")
+    assert "hush" not in repr(settings)
+    with pytest.raises(ValidationError) as caught:
+        Settings(port="hush")
+    assert "hush" not in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_is_told_once():
+    assert "/proc/x" in refused("serve", "--port", "0", "--data-dir", "/proc/x")
 
 
 def test_it_waits_for_a_database_that_comes_later(postgres_server, capsys):
