@@ -7,6 +7,7 @@ when all is ready; nothing listens beyond loopback without a key; a second SIGTE
 import asyncio
 import ipaddress
 import os
+import resource
 import signal
 import socket
 import sys
@@ -37,6 +38,11 @@ START_PATIENCE = 30.0
 
 EXAMPLE = "postgresql://user:password@host:5432/name"
 
+MANY_FILES = 65536
+"""Open files that are allowed where the system lets us: beyond the waiting claims, workers keep connections open."""
+MORE_FILES = 256
+"""Open files beside the waiting claims and the pool: other calls, logs, libraries."""
+
 
 class CannotStart(Exception):
     """Why, in one line, and what to do about it. `told`: the line is on stderr already."""
@@ -59,7 +65,7 @@ def serve(settings: Settings) -> None:
         check_clock(settings)
         if not loopback:
             check_key(settings)
-        settings = settings.model_copy(update={"port": port})
+        settings = settings.model_copy(update={"port": port, "max_waiters": room_for_waiters(settings)})
         try:
             listener.listen(2048)
         except OSError as error:
@@ -197,6 +203,30 @@ def check_key(settings: Settings) -> None:
         )
 
 
+def room_for_waiters(settings: Settings) -> int:
+    """How many claims may wait at once: each holds an open file, and an instance without a free one answers nobody.
+
+    Raises the limit of open files first, which the worker processes inherit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = settings.max_waiters + max(MORE_FILES, settings.max_waiters // 4) + settings.pool_size
+    wanted = max(needed, MANY_FILES)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # macOS has a limit beside this one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return settings.max_waiters
+    room = max(0, min(settings.max_waiters, soft - settings.pool_size - max(MORE_FILES, soft // 4)))
+    sys.stderr.write(
+        f"fencepost: only {soft} open files are allowed (ulimit -n), and FENCEPOST_MAX_WAITERS={settings.max_waiters} "
+        f"needs {needed}; at most {room} claims wait at once here. Raise the hard limit, or lower the setting.\n"
+    )
+    return room
+
+
 def application(settings: Settings) -> Any:
     """The application, told of the end as soon as the signal comes: uvicorn itself tells it only when the last call
     has been answered, and a long-poll would hold that up. It is told by `app.state.drain()`, if it has one.
@@ -246,6 +276,7 @@ class _Workers(Multiprocess):
 def _run_many(settings: Settings, listener: socket.socket, announce: Callable[[], None]) -> None:
     # A worker builds its settings from the environment.
     values = {"HOST": settings.host, "PORT": settings.port, "DATABASE_URL": settings.database_url}
+    values["MAX_WAITERS"] = settings.max_waiters
     os.environ.update({f"FENCEPOST_{name}": str(value) for name, value in values.items()})
     with tempfile.TemporaryDirectory(prefix="fencepost-metrics-") as folder:
         # The processes count into files here, so that any of them answers `/metrics` for all.

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -226,6 +227,41 @@ def test_openapi_is_printed_without_a_database():
     answer = fenced_in("openapi")
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.startswith("{")
+
+
+def limits(soft: int, hard: int):
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def said_of_files(soft: int, hard: int, *expected: int, **environment: str) -> str:
+    """What `room_for_waiters` writes in a process of these limits; it prints the waiters and the new limit."""
+    code = (
+        "import resource; from app.serving import room_for_waiters; from app.settings import Settings; "
+        "print(room_for_waiters(Settings()), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(ROOT), **environment},
+        preexec_fn=limits(soft, hard),
+        capture_output=True,
+        text=True,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert tuple(map(int, answer.stdout.split())) == (*expected, hard)
+    return answer.stderr
+
+
+def test_open_files_are_allowed_up_to_the_hard_limit():
+    hard = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    assert said_of_files(512, hard, 1000, hard, FENCEPOST_MAX_WAITERS="1000") == ""
+
+
+def test_fewer_claims_wait_where_the_hard_limit_is_low():
+    said = said_of_files(512, 1024, 758, 1024)
+    assert len(said.splitlines()) == 1
+    assert "ulimit -n" in said
+    assert "FENCEPOST_MAX_WAITERS=10000" in said
+    assert "758 claims" in said
 
 
 class TestEmbedded:
