@@ -11,6 +11,7 @@ import httpx2
 import psycopg
 import pytest
 
+from app import devdb
 from app.jobs.model import MOVES
 from app.settings import Settings
 from app.web.problems import PROBLEMS
@@ -39,9 +40,19 @@ def test_every_block_says_what_it_is_and_every_command_is_run():
 @needs_curl
 def test_the_commands_of_workers(serve):
     page = ROOT / "docs" / "workers.md"
-    [step] = run(page, **environment(serve()))
-    assert step.shown is not None
-    assert alike(step.shown.text, step.printed), step.printed
+    service = serve()
+    for _ in range(2):  # each time with a request_id of its own
+        [step] = run(page, **environment(service))
+        assert step.shown is not None
+        assert alike(step.shown.text, step.printed), step.printed
+
+
+def test_the_address_of_the_embedded_database_is_the_code():
+    said = re.search(r"`(postgresql://fencepost@\S*)<data folder>(\S+)`", (ROOT / "docs" / "operating.md").read_text())
+    assert said is not None
+    assert said[1] + "/srv/jobs" + said[2] == devdb.url_of(Path("/srv/jobs"))
+    longest = devdb.MAX_SOCKET_FOLDER - len("/database")
+    assert f"longer than {longest} bytes" in " ".join((ROOT / "docs" / "operating.md").read_text().split())
 
 
 def enqueued(client: httpx2.Client, **fields) -> str:
