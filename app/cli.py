@@ -12,7 +12,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from pydantic import ValidationError
 
-from app.settings import Settings
+from app import __version__
+from app.settings import Settings, misspelt
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,19 +25,41 @@ cli = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-epoch = typer.Typer(help="The fence's epoch: grows when the database is another than it was.", no_args_is_help=True)
+epoch = typer.Typer(help="The fence's epoch, after a restore.", no_args_is_help=True)
 cli.add_typer(epoch, name="epoch")
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fencepost {__version__}")
+        raise typer.Exit
+
+
+@cli.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_tell_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Fencepost, an HTTP job-control service on PostgreSQL."""
+
 
 DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder of the embedded database.")]
 
 
 def settings_with(**options: Any) -> Settings:
     """The settings of the environment, under the options that were given."""
+    given = {name: value for name, value in options.items() if value is not None}
     try:
-        settings = Settings(**{name: value for name, value in options.items() if value is not None})
+        settings = Settings(**given)
     except ValidationError as error:
         first = error.errors()[0]
-        fail(f"FENCEPOST_{'_'.join(map(str, first['loc'])).upper()}: {first['msg']}", 2)
+        name = "_".join(map(str, first["loc"]))
+        # The variable is called as the field is, in capitals; an option goes before it.
+        said = f"--{name.replace('_', '-')}" if name in given else f"FENCEPOST_{name.upper()}"
+        fail(f"{said}: {first['msg']}", 2)
+    for line in misspelt(os.environ):
+        typer.echo(f"fencepost: {line}", err=True)
     if "data_dir" not in settings.model_fields_set:
         # Beside the checkout, from wherever it is called: another folder would be another database.
         return settings.model_copy(update={"data_dir": ROOT / ".fencepost"})
@@ -67,7 +90,10 @@ def serve(
     workers: Annotated[int | None, typer.Option(help="Processes that answer. [1]")] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Start the service (and, without FENCEPOST_DATABASE_URL, its own database)."""
+    """Start the service.
+
+    Without FENCEPOST_DATABASE_URL it starts a database of its own as well.
+    """
     settings = settings_with(host=host, port=port, workers=workers, data_dir=data_dir)
     with starting():
         from app import serving
@@ -77,7 +103,7 @@ def serve(
 
 @cli.command()
 def migrate(data_dir: DataDir = None) -> None:
-    """Bring the database to this build's schema."""
+    """Bring the database to this schema."""
     settings = settings_with(data_dir=data_dir)
     with starting():
         from app import serving
@@ -88,14 +114,17 @@ def migrate(data_dir: DataDir = None) -> None:
 
 @cli.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def test(context: typer.Context) -> None:
-    """Run the tests; further words go to pytest."""
+    """Run the tests; more words go to pytest."""
     os.chdir(ROOT)
     os.execv(sys.executable, [sys.executable, "-m", "pytest", *context.args])
 
 
 @cli.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def soak(context: typer.Context) -> None:
-    """Kill instances under load for some minutes and judge what was said: jobs lost, stale tokens, lateness."""
+    """Kill instances under load, and judge.
+
+    It takes some minutes and looks for jobs lost, stale tokens that were taken, and lateness.
+    """
     os.chdir(ROOT)
     os.execv(sys.executable, [sys.executable, "-m", "tests.reliability.soak", *context.args])
 
@@ -110,7 +139,10 @@ def openapi() -> None:
 
 @cli.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
-    """A told story in under a minute: real work, a kill -9, a reclaim, a refused late completion."""
+    """A story of crashes, told in 15 s.
+
+    Real work, a kill -9, a reclaim, a refused late completion, and every promise checked.
+    """
     from app.demo import run
 
     raise typer.Exit(run(context.args) or 0)
@@ -121,7 +153,10 @@ def epoch_bump(
     restored: Annotated[bool, typer.Option("--restored", help="The database was restored from a backup.")] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Raise every later fence above all earlier ones; with --restored also take back every processing job."""
+    """Lift all later fences.
+
+    Every later fence is above all earlier ones; with --restored every processing job is taken back too.
+    """
     settings = settings_with(data_dir=data_dir)
     with starting():
         from app import serving

@@ -15,8 +15,8 @@ import psycopg
 import pytest
 from pydantic import ValidationError
 
-from app import devdb, serving
-from app.settings import Settings
+from app import __version__, devdb, serving
+from app.settings import Settings, misspelt
 from tests.harness import READY, ROOT, create_database, drop_database, own_processes, wait_for
 
 
@@ -113,6 +113,9 @@ def test_beyond_loopback_with_a_key(serve):
         ({"FENCEPOST_PORT": "http"}, "FENCEPOST_PORT"),
         ({"FENCEPOST_ADMIN_KEY": ""}, "FENCEPOST_ADMIN_KEY"),
         ({"FENCEPOST_ADMIN_KEY": "short"}, "FENCEPOST_ADMIN_KEY"),
+        ({"FENCEPOST_STATEMENT_TIMEOUT_SECONDS": "inf"}, "FENCEPOST_STATEMENT_TIMEOUT_SECONDS"),
+        ({"FENCEPOST_STATEMENT_TIMEOUT_SECONDS": "0.0001"}, "FENCEPOST_STATEMENT_TIMEOUT_SECONDS"),
+        ({"FENCEPOST_OUTAGE_GRACE_SECONDS": "1e18"}, "FENCEPOST_OUTAGE_GRACE_SECONDS"),
         ({"FENCEPOST_WORKERS": "0"}, "FENCEPOST_WORKERS"),
         ({"FENCEPOST_HOST": "no.such.host.invalid", "FENCEPOST_DATABASE_URL": "x"}, "no.such.host.invalid"),
         ({"FENCEPOST_PG_BIN": "/nonexistent"}, "FENCEPOST_PG_BIN"),
@@ -121,6 +124,44 @@ def test_beyond_loopback_with_a_key(serve):
 )
 def test_a_bad_setting_is_named(environment, word):
     assert word in refused("serve", **environment)
+
+
+def test_every_number_has_bounds_and_is_finite():
+    for name, field in Settings.model_fields.items():
+        if field.annotation in (int, float):
+            for value in ("nan", "inf", "-inf", "1e18", "-1"):
+                with pytest.raises(ValidationError):
+                    Settings(**{name: value})
+
+
+def test_a_bad_value_of_an_option_names_the_option():
+    assert "--port" in refused("serve", "--port", "99999", FENCEPOST_PORT="1")
+
+
+def test_an_empty_address_is_none(monkeypatch):
+    for name in ("DATABASE_URL", "DIRECT_URL", "PG_BIN", "DATA_DIR"):
+        monkeypatch.setenv(f"FENCEPOST_{name}", "")
+    settings = Settings()
+    assert (settings.database_url, settings.direct_url, settings.pg_bin) == (None, None, None)
+    assert "data_dir" not in settings.model_fields_set
+
+
+def test_a_misspelt_setting_is_told_with_a_guess():
+    answer = fenced_in("openapi", FENCEPOST_RECLAIM_INTERVAL="99", FENCEPOST_KEY="k", FENCEPOST_TEST_SEED="1")
+    assert answer.returncode == 0
+    assert answer.stderr.splitlines() == [
+        "fencepost: FENCEPOST_RECLAIM_INTERVAL is no setting and is ignored; did you mean "
+        "FENCEPOST_RECLAIM_INTERVAL_SECONDS?"
+    ]
+    assert misspelt(["FENCEPOST_COLOUR", "PATH"]) == ["FENCEPOST_COLOUR is no setting and is ignored."]
+
+
+def test_the_help_cuts_no_summary_and_tells_the_version():
+    for words in (["--help"], ["epoch", "--help"]):
+        answer = fenced_in(*words, COLUMNS="80")
+        assert answer.returncode == 0
+        assert "..." not in answer.stdout.replace("[ARGS]...", "").replace("COMMAND [ARGS]...", ""), answer.stdout
+    assert fenced_in("--version").stdout == f"fencepost {__version__}\n"
 
 
 def test_a_bad_option_is_named():
