@@ -681,8 +681,7 @@ WHERE q.paused IS NOT TRUE
 GROUP BY w.queue
 """
 
-# The queues are found in the jobs themselves, for a queue may be deleted while its finished jobs stay. Here the form
-# `id IN (… LIMIT … SKIP LOCKED)` does no harm: a plan that ran it twice would delete more of what is to go anyway.
+# The queues are found in the jobs themselves, for a queue may be deleted while its finished jobs stay.
 PRUNE = f"""
 WITH RECURSIVE name AS (
     (SELECT queue FROM jobs WHERE finished_at IS NOT NULL ORDER BY queue LIMIT 1)
@@ -690,7 +689,7 @@ WITH RECURSIVE name AS (
     SELECT (SELECT j.queue FROM jobs j WHERE j.finished_at IS NOT NULL AND j.queue > n.queue ORDER BY j.queue LIMIT 1)
     FROM name n WHERE n.queue IS NOT NULL
 )
-DELETE FROM jobs WHERE id IN (
+DELETE FROM jobs WHERE id = ANY(ARRAY(
     SELECT old.id FROM name n LEFT JOIN queues q ON q.name = n.queue
     CROSS JOIN (VALUES ('done'), ('failed'), ('cancelled')) AS s(status)
     CROSS JOIN LATERAL (
@@ -703,7 +702,7 @@ DELETE FROM jobs WHERE id IN (
         ORDER BY j.finished_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED
     ) old
     LIMIT %(limit)s
-)
+))
 """
 
 PRUNE_CLAIM_REQUESTS = "DELETE FROM claim_requests WHERE created_at < fencepost_now() - interval '24 hours'"

@@ -77,6 +77,7 @@ def verb_params(attempts: Sequence[tuple[uuid.UUID, uuid.UUID]]) -> dict[str, An
         "digests": [b"d"] * count,
         "workers": ["w"] * count,
         "leases": [3600.0] * count,
+        "as_granted": [False] * count,
         "progress": [None] * count,
         "results": ["1"] * count,
         "error_types": ["E"] * count,

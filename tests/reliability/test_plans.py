@@ -112,7 +112,7 @@ OTHERS = {
     "EXPIRED": (lambda count: {"limit": count}, {"ix_jobs_processing_timeout"}, 10),
     "NEXT_DUE": (lambda count: {"queues": ["q"]}, {"ix_jobs_claim"}, 10),
     "SET_ASIDE_DUE": (lambda count: {"limit": count}, {"pk_jobs", "ix_jobs_processing_timeout"}, 10),
-    "BEGIN_PASS": (
+    "GIVE_GRACE": (
         lambda count: {"name": "reclaim", "grace": 30.0, "outage_after": 6.0},
         {"ix_jobs_processing_timeout"},
         10,
