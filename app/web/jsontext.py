@@ -11,11 +11,13 @@ This module must never know HTTP or a schema.
 
 import datetime
 import enum
+import gc
 import hashlib
 import json
 import re
 import sys
 import uuid
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from decimal import Decimal
 from itertools import accumulate
@@ -30,7 +32,10 @@ from pydantic_core import core_schema
 
 from app.errors import InvalidInput, NotJson
 
-RAW_MEMBERS = frozenset({"payload", "result", "progress"})
+PAYLOAD_BYTES = 256 * 1024
+PROGRESS_BYTES = 4 * 1024
+RAW_MEMBERS: Mapping[str, int] = {"payload": PAYLOAD_BYTES, "result": PAYLOAD_BYTES, "progress": PROGRESS_BYTES}
+"""The most bytes of each. Told here too, so that no work is spent on the inside of what is refused anyhow."""
 RAW_ITEM_ARRAYS = frozenset({"jobs", "items"})
 MAX_DEPTH = 64
 """Levels of nesting, counted from the root of each member of our own objects."""
@@ -38,11 +43,22 @@ MAX_DIGITS = 4300
 """Digits of an integer: CPython's own default limit, so every Python reader can read it back."""
 MAX_ITEMS = 1000
 """Items of a batch."""
-MAX_MEMBERS = 100
+MAX_MEMBERS = 50
 """Members of our own objects; no shape has as many."""
 MAX_ERRORS = 1000
-_PLACE_BUDGET = 200_000
-"""Tokens looked at to name a place exactly; past it the place is the member. A hostile body must not buy CPU."""
+# A hostile body must not buy CPU: what is walked in Python is bounded for the body as a whole.
+_INNER_TEXT = 64 * 1024
+"""Characters of a list or object that is no raw member; the longest that any shape takes has about 10 000."""
+_INNER_VALUES = 20_000
+"""Values inside of all such lists and objects."""
+_PLACE_BUDGET = 500_000
+"""Characters looked at to name places exactly; past them the place is the member."""
+_SKIP_BUDGET = 200_000
+"""Brackets and strings looked at to find the end of error texts that are nested too deep for the scanner."""
+_AS_TEXT = 1024
+"""Characters of a list or object in place of an error text up to which it is written anew; longer ones stay as sent."""
+_CUT = 64 * 1024
+"""Characters of an error text that are looked at; the shapes keep less."""
 _PLACE_LENGTH = 200
 
 
@@ -113,12 +129,15 @@ _FAST_INT = int if sys.get_int_max_str_digits() == MAX_DIGITS else None
 _WS = re.compile(r"[ \t\n\r]*")
 _MEMBER = re.compile(r'[ \t\n\r]*"([^"\\\x00-\x1f]*)"[ \t\n\r]*:[ \t\n\r]*(?:"([^"\\\x00-\x1f]*)"[ \t\n\r]*([,}]))?')
 """A member's name, and its value where that is text without an escape: one call for the common case."""
+_AS_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STRINGS_OR_BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|([\[\]{}])', re.DOTALL)
 _STEP = {"": 0, "[": 1, "{": 1, "]": -1, "}": -1}
-_BAD_ESCAPE = re.compile(
-    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u0000|u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+_GOOD = re.compile(
+    r"(?:[^\\]++|\\(?:[^u]|u(?!0000|[dD][89a-fA-F])|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))*+",
     re.DOTALL,
 )
+"""All up to the first escape that cannot be kept: one call, whatever the text holds."""
 _MAYBE_BAD = re.compile(r"\\u(?:0000|[dD][89a-fA-F])")
 _TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},:]|[^\[\]{},:" \t\n\r]+', re.DOTALL)
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,59}")
@@ -127,7 +146,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,59}")
 def read(
     raw: bytes,
     *,
-    raw_members: Collection[str] = RAW_MEMBERS,
+    raw_members: Mapping[str, int] = RAW_MEMBERS,
     raw_item_arrays: Collection[str] = RAW_ITEM_ARRAYS,
 ) -> Any:
     """The value of a body. Raises NotJson (with `position`, a byte offset) or InvalidInput (with places)."""
@@ -140,7 +159,7 @@ def read(
 def parse(
     raw: bytes,
     *,
-    raw_members: Collection[str] = RAW_MEMBERS,
+    raw_members: Mapping[str, int] = RAW_MEMBERS,
     raw_item_arrays: Collection[str] = RAW_ITEM_ARRAYS,
 ) -> Reading:
     """As `read`, but what is wrong inside a member is returned, so that every bad item can be named at once."""
@@ -149,7 +168,7 @@ def parse(
 
 
 class _Reader:
-    def __init__(self, text: str, raw_members: Collection[str], raw_item_arrays: Collection[str]) -> None:
+    def __init__(self, text: str, raw_members: Mapping[str, int], raw_item_arrays: Collection[str]) -> None:
         self.text = text
         self.raw_members = raw_members
         self.raw_item_arrays = raw_item_arrays
@@ -157,8 +176,20 @@ class _Reader:
         self.scan: Callable[[str, int], tuple[Any, int]] = _make_scanner(cast(Any, self.context))
         self.escapes = _MAYBE_BAD.search(text) is not None
         self.errors: Problems = []
+        self.inner_left = _INNER_VALUES
+        self.places_left = _PLACE_BUDGET
 
     def body(self) -> Reading:
+        # The scanner may make millions of lists; each pass of the collector in between would visit them all.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return self._body()
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _body(self) -> Reading:
         text = self.text
         start = self._space(0)
         if text[start : start + 1] == "{":
@@ -272,22 +303,55 @@ class _Reader:
             self.scan = _make_scanner(cast(Any, context))
             return self._value(start, place, name, raw=raw)
         kept = True
+        if raw and end - start > self.raw_members[name]:
+            context.odd = False
+            size = len(text[start:end].encode("utf-8"))
+            self._error(place + _step(name), f"{size} bytes of JSON; at most {self.raw_members[name]}")
+            return NULL, end
         if context.odd:
             context.odd = kept = False
-            self._error(*_find(text, start, end, place + (_step(name) if name else ""), _number_refusal))
+            inner = place + (_step(name) if name else "")
+            self._error(*_find(text, start, self._looked_at(start, end), inner, _number_refusal))
         if self.escapes and text.find("\\u", start, end) >= 0:
-            for match in _BAD_ESCAPE.finditer(text, start, end):
-                if match[1]:
-                    kept = False
-                    inner = place + (_step(name) if name else "")
-                    self._error(*_at(text, start, end, match.start(), inner, _escape_refusal(match[1])))
-                    break
-        if type(value) in (dict, list) and _too_deep(text, start, end):
-            kept = False
-            self._error(place + (_step(name) if name else ""), f"nested deeper than {MAX_DEPTH} levels")
+            bad = cast("re.Match[str]", _GOOD.match(text, start, end)).end()
+            if bad < end:
+                kept = False
+                inner, why = place + (_step(name) if name else ""), _escape_refusal(text[bad + 1 : bad + 6])
+                self._error(*_at(text, start, self._looked_at(start, end), bad, inner, why))
+        if type(value) in (dict, list):
+            if not raw and end - start > _INNER_TEXT:
+                inner = place + (_step(name) if name else "")
+                raise InvalidInput.at(inner, f"longer than {_INNER_TEXT} characters, which no member here may be")
+            if _too_deep(text, start, end):
+                kept = False
+                self._error(place + (_step(name) if name else ""), f"nested deeper than {MAX_DEPTH} levels")
+            elif not raw:
+                self._bound(value, place + (_step(name) if name else ""))
         if raw:
             return (RawJson(text[start:end]) if kept else NULL), end
         return value, end
+
+    def _looked_at(self, start: int, end: int) -> int:
+        """Where to end the look for the exact place in a value."""
+        end = min(end, start + self.places_left)
+        self.places_left -= end - start
+        return end
+
+    def _bound(self, value: Any, place: str) -> None:
+        """Refuse at once what no shape takes: each unknown member or bad value of it would become an error."""
+        open_ones = [value]
+        while open_ones:
+            inner = open_ones.pop()
+            self.inner_left -= len(inner)
+            if type(inner) is dict:
+                if len(inner) > MAX_MEMBERS:
+                    raise InvalidInput.at(place, f"more than {MAX_MEMBERS} members")
+                inner = inner.values()
+            elif len(inner) > MAX_ITEMS:
+                raise InvalidInput.at(place, f"more than {MAX_ITEMS} items")
+            if self.inner_left < 0:
+                raise InvalidInput.at(place, f"more than {_INNER_VALUES} values in lists and objects of the body")
+            open_ones += [one for one in inner if type(one) in (dict, list)]
 
 
 def _decode(raw: bytes) -> str:
@@ -315,8 +379,14 @@ def _not_json(text: str, at: int, why: str) -> NotJson:
 def _too_deep(text: str, start: int, end: int) -> bool:
     if text.count("[", start, end) + text.count("{", start, end) <= MAX_DEPTH:
         return False
-    brackets = _STRINGS_OR_BRACKETS.findall(text, start, end)
-    return max(accumulate(map(_STEP.__getitem__, brackets))) > MAX_DEPTH
+    # In steps of C only, for a body may be all brackets: without the strings, brackets as ±1, their sums.
+    part = text[start:end]
+    if "\\" in part:
+        part = part.replace("\\\\", "").replace('\\"', "")
+    if '"' in part:
+        part = "".join(part.split('"')[::2])
+    steps = array("b", part.encode("utf-8", "replace").translate(_AS_STEPS, _NO_BRACKETS))
+    return max(accumulate(steps)) > MAX_DEPTH
 
 
 def _step(name: str) -> str:
@@ -355,9 +425,7 @@ def _escape_refusal(escape: str) -> str:
 def _walk(text: str, start: int, end: int) -> Iterator[tuple[int, str, list[list[Any]]]]:
     """Each piece with its offset and the open containers, as [kind, step, is a name next]."""
     stack: list[list[Any]] = []
-    for count, match in enumerate(_TOKEN.finditer(text, start, end)):
-        if count > _PLACE_BUDGET:
-            return
+    for match in _TOKEN.finditer(text, start, end):
         piece = match[0]
         top = stack[-1] if stack else None
         if piece == "{":
@@ -443,8 +511,9 @@ def parse_lenient(raw: bytes) -> Reading:
 
 
 class _LenientReader(_Reader):
-    def __init__(self, text: str, raw_members: Collection[str], raw_item_arrays: Collection[str]) -> None:
+    def __init__(self, text: str, raw_members: Mapping[str, int], raw_item_arrays: Collection[str]) -> None:
         super().__init__(text, raw_members, raw_item_arrays)
+        self.skip_left = _SKIP_BUDGET
         context = _Context(strict=False)
         context.parse_float = context.parse_int = context.parse_constant = _Number
         self.tolerant: Callable[[str, int], tuple[Any, int]] = _make_scanner(cast(Any, context))
@@ -459,13 +528,26 @@ class _LenientReader(_Reader):
         except json.JSONDecodeError as error:
             raise _not_json(self.text, error.pos, error.msg) from None
         except RecursionError:
-            end = _skip(self.text, start)
-            return self.text[start:end].replace("\x00", REPLACEMENT), end
+            end = self._skip(start, place + _step(name))
+            return clean(self.text[start : min(end, start + _CUT)]), end
         if value is None:
             return None, end
-        if type(value) in (dict, list) and _too_deep(self.text, start, end):
-            return clean(self.text[start:end]), end
-        return clean(value if type(value) in (str, _Number) else _as_text(value)), end
+        if type(value) in (dict, list) and (end - start > _AS_TEXT or _too_deep(self.text, start, end)):
+            return clean(self.text[start : min(end, start + _CUT)]), end
+        return clean((value if type(value) in (str, _Number) else _as_text(value))[:_CUT]), end
+
+    def _skip(self, start: int, place: str) -> int:
+        """The end of a value that is nested too deep for the scanner; brackets outside strings are counted."""
+        depth = 0
+        for match in _STRINGS_OR_BRACKETS.finditer(self.text, start):
+            depth += _STEP[match[1] or ""]
+            if depth == 0:
+                return match.end()
+            self.skip_left -= 1
+            if self.skip_left < 0:
+                self._error(place, "nested too deep")
+                raise InvalidInput(self.errors)
+        raise _not_json(self.text, len(self.text), "")
 
 
 class _Number(str):
@@ -484,16 +566,6 @@ def _as_text(value: Any) -> str:
     if kind is list:
         return "[" + ", ".join(_as_text(v) for v in value) + "]"
     return json.dumps(value, ensure_ascii=False)
-
-
-def _skip(text: str, start: int) -> int:
-    """The end of a value that is nested too deep for the scanner; brackets outside strings are counted."""
-    depth = 0
-    for match in _STRINGS_OR_BRACKETS.finditer(text, start):
-        depth += _STEP[match[1] or ""]
-        if depth == 0:
-            return match.end()
-    raise _not_json(text, len(text), "")
 
 
 def clean(text: str) -> str:

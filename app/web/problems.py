@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from app.errors import InvalidInput, Refusal
+from app.web.jsontext import MAX_ERRORS
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -152,7 +153,7 @@ def status_of(refusal: Refusal) -> int:
 def headers_of(refusal: Refusal) -> dict[str, str]:
     """Headers that belong to the refusal itself: when to come back, how to prove who one is."""
     status = status_of(refusal)
-    if status in (429, 503):
+    if status in (408, 429, 503):
         return {"retry-after": str(max(1, round(float(refusal.facts.get("retry_after_seconds", 1)))))}
     if status == 401:
         return {"www-authenticate": 'Bearer realm="fencepost"'}
@@ -160,6 +161,9 @@ def headers_of(refusal: Refusal) -> dict[str, str]:
         return {"allow": ", ".join(refusal.facts.get("allow", ()))}
     return {}
 
+
+MAX_GUESSES = 10
+"""Names looked for per request: each look compares with every name there is."""
 
 # Validation errors ----------------------------------------------------------------------------------------
 
@@ -181,10 +185,16 @@ _MESSAGES = {
 def from_validation(error: ValidationError, root: str, model: type[Any] | None = None) -> InvalidInput:
     """What pydantic found, by place: `body.jobs[3].priority`. Values that were sent are not repeated."""
     errors: dict[tuple[str, str], dict[str, str]] = {}
+    guesses = MAX_GUESSES
     for details in error.errors(include_url=False, include_input=False):
         place = place_of(root, details["loc"])
-        message = _message(details, root, model)
+        message = _message(details, root)
+        if details["type"] == "extra_forbidden" and guesses > 0:
+            guesses -= 1
+            message += _hint(str(details["loc"][-1]), _names(model, details["loc"][:-1]))
         errors.setdefault((place, message), {"place": place, "message": message})
+        if len(errors) >= MAX_ERRORS:
+            break
     return InvalidInput(_merged(errors.values()))
 
 
@@ -196,12 +206,12 @@ def _merged(errors: Iterable[dict[str, str]]) -> list[dict[str, str]]:
     return [{"place": place, "message": "; or ".join(messages[:4])} for place, messages in by_place.items()]
 
 
-def _message(details: ErrorDetails, root: str, model: type[Any] | None) -> str:
+def _message(details: ErrorDetails, root: str) -> str:
     kind = details["type"]
     context = details.get("ctx", {})
     if kind == "extra_forbidden":
         what = "parameter" if root == "query" else "member"
-        return f"unknown {what}{_hint(str(details['loc'][-1]), _names(model, details['loc'][:-1]))}"
+        return f"unknown {what}"
     if kind in _MESSAGES:
         return _MESSAGES[kind]
     if kind in ("literal_error", "enum"):

@@ -26,7 +26,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
 from app.errors import InvalidInput
-from app.web.jsontext import NULL, RawJson, clean
+from app.web.jsontext import NULL, PAYLOAD_BYTES, PROGRESS_BYTES, RawJson, clean
 
 __all__ = [
     "DAY",
@@ -55,8 +55,6 @@ __all__ = [
 ]
 
 DAY = 86_400
-PAYLOAD_BYTES = 256 * 1024
-PROGRESS_BYTES = 4 * 1024
 
 
 class Strict(BaseModel):
@@ -347,7 +345,12 @@ class Whole:
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         width = "int32" if self.ge >= -(2**31) and self.le < 2**31 else "int64"
+        if (self.ge, self.le) in _FULL:  # the format says it; numbers of 19 digits help nobody
+            return {"type": "integer", "format": width}
         return {"type": "integer", "format": width, "minimum": self.ge, "maximum": self.le}
+
+
+_FULL = ((-(2**31), 2**31 - 1), (-(2**63), 2**63 - 1))
 
 
 Int32 = Annotated[int, Whole(-(2**31), 2**31 - 1)]

@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import time
 
 import pytest
 
@@ -291,6 +292,23 @@ async def test_an_unknown_member_is_named_with_a_guess(client):
         await client.post("/v1/things", content=b'{"queue":"q","payload":1,"coutn":2}'), 422, "invalid-input"
     )
     assert document["errors"] == [{"place": "body.coutn", "message": "unknown member; did you mean count?"}]
+
+
+async def test_many_unknown_members_are_answered_at_once(client):
+    members = ",".join(f'"cuont{i}":1' for i in range(45))
+    item = '{"queue":"q","payload":1,' + members + "}"
+    begun = time.process_time()
+    response = await client.post("/v1/things/batch", content='{"jobs":[' + ",".join([item] * 1000) + "]}")
+    assert time.process_time() - begun < 3
+    errors = is_problem(response, 422, "invalid-input")["errors"]
+    assert len(errors) == 1000
+    assert sum("did you mean" in error["message"] for error in errors) == 10
+
+
+async def test_a_raw_member_too_long_is_refused_by_its_size(client):
+    content = b'{"queue":"q","payload":[' + b"[]," * 100_000 + b"NaN]}"
+    document = is_problem(await client.post("/v1/things", content=content), 422, "invalid-input")
+    assert document["errors"] == [{"place": "body.payload", "message": "300005 bytes of JSON; at most 262144"}]
 
 
 async def test_secrets_are_not_echoed(client):

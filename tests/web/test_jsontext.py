@@ -1,5 +1,6 @@
 """The strict reader: what it keeps to the letter, what it refuses and where."""
 
+import contextlib
 import json
 import time
 
@@ -154,6 +155,65 @@ def test_hostile_sizes_stay_cheap():
         assert time.monotonic() - begun < 3
 
 
+UNKNOWN = b",".join(b'"backof%d":1' % i for i in range(70_000))
+HOSTILE = [
+    b'{"queue":"q","payload":1,"backoff":{' + UNKNOWN + b"}}",
+    b'{"jobs":[' + b'{"backoff":{"a":{' + UNKNOWN[:20_000].rpartition(b",")[0] + b"}}}" + b"]}",
+    b'{"x":[' + b"[]," * 5_000 + b"[]]}",
+    b'{"jobs":[' + b",".join([b'{"x":[' + b"[]," * 900 + b"1]}"] * 1000) + b"]}",
+    b'{"x":[' + b"[]," * 5_000_000 + b"[]]}",
+    b'{"payload":[' + b"[]," * 5_000_000 + b"[]]}",
+    b'{"progress":[' + b"1," * 3_000 + b"1]}",
+    b'{"jobs":[' + b",".join([b'{"payload":[' + b"1," * 7_000 + b"NaN]}"] * 1000) + b"]}",
+    b'{"jobs":[' + b",".join([b'{"payload":"' + b"\\n" * 7_000 + b'\\u0000"}'] * 1000) + b"]}",
+]
+
+
+@pytest.mark.parametrize("raw", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_body_buys_no_walk(raw):
+    begun = time.process_time()
+    with pytest.raises(InvalidInput) as caught:
+        read(raw)
+    assert time.process_time() - begun < 1.5
+    assert len(caught.value.facts["errors"]) <= 1000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 8_000_000 + b"]" * 8_000_000,
+        b"[" + b"[]," * 5_000_000 + b"1]",
+        b'"' + b"\\u0000" * 2_500_000 + b'"',
+        b"{" + b'"a":[{}],' * 1_500_000 + b'"b":1}',
+    ],
+    ids=range(4),
+)
+def test_a_hostile_error_text_buys_no_walk(text):
+    begun = time.process_time()
+    with contextlib.suppress(InvalidInput):  # nested deeper than can be followed
+        assert len(read_lenient(b'{"error_message":' + text + b"}")["error_message"]) <= 64 * 1024
+    assert time.process_time() - begun < 1.5
+
+
+@pytest.mark.parametrize(
+    ("text", "deep"),
+    [
+        ("[" * 64 + "]" * 64, False),
+        ("[" * 65 + "]" * 65, True),
+        ('{"a":' * 64 + "1" + "}" * 64, False),
+        ('{"a":' * 65 + "1" + "}" * 65, True),
+        ("[" + "[[]]," * 500 + "{}]", False),
+        (json.dumps(["[" * 100, '"' + "[" * 100, "\\" + "{" * 100, '\\"[' * 100] * 3), False),
+        (json.dumps({'"\\' + "[" * 100: ["\\\\" + "]" * 100]}), False),
+        ("[" * 60 + json.dumps(["]" * 50, "\\", [[[[[]]]]]]) + "]" * 60, True),
+    ],
+    ids=range(8),
+)
+def test_depth_counts_brackets_outside_strings_only(text, deep):
+    errors = parse(b'{"payload":' + text.encode() + b"}").errors
+    assert errors == ([{"place": "body.payload", "message": "nested deeper than 64 levels"}] if deep else [])
+
+
 def test_every_bad_item_is_named():
     raw = json.dumps({"jobs": [{"payload": float("nan") if i % 3 == 0 else i} for i in range(30)]}).encode()
     errors = parse(raw).errors
@@ -228,6 +288,7 @@ LENIENT = [
 
 @pytest.mark.parametrize(("raw", "text"), LENIENT, ids=[str(i) for i in range(len(LENIENT))])
 def test_an_error_text_of_any_kind_becomes_text(raw, text):
+    text = text and text[: 64 * 1024]  # the shapes keep 16 KiB
     assert read_lenient(raw)["error_message"] == text
     assert read_lenient(b'{"items":[' + raw.removeprefix(b"\xef\xbb\xbf") + b"]}")["items"][0]["error_message"] == text
 
