@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,8 +74,9 @@ def fail(text: str, code: int = 1) -> NoReturn:
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    from app.serving import CannotStart
+    from app.serving import CannotStart, leave
 
+    signal.signal(signal.SIGINT, leave)
     try:
         yield
     except CannotStart as problem:

@@ -43,6 +43,9 @@ MANY_FILES = 65536
 MORE_FILES = 256
 """Open files beside the waiting claims and the pool: other calls, logs, libraries."""
 
+early: list[int] = []
+"""Signals that came between our readiness for them and uvicorn's."""
+
 
 class CannotStart(Exception):
     """Why, in one line, and what to do about it. `told`: the line is on stderr already."""
@@ -52,7 +55,7 @@ class CannotStart(Exception):
 
 def serve(settings: Settings) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises CannotStart."""
-    _on_signals(_leave)
+    _on_signals(leave)
     configure_logs()
     if settings.admin_key is not None:
         try:
@@ -77,8 +80,9 @@ def serve(settings: Settings) -> None:
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
 
-        # uvicorn raises the signal again when it is done; from now on it only means that we are ending.
-        _on_signals(lambda number, frame: None)
+        # uvicorn raises the signal again when it is done; from now on it only means that we are ending. What comes
+        # before uvicorn listens for signals is given to it then.
+        _on_signals(lambda number, frame: early.append(number))
         if settings.workers > 1:
             _run_many(settings, listener, announce)
         else:
@@ -254,6 +258,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for number in early:
+            signal.raise_signal(number)
         if self.started and not self.should_exit:
             self.announce()
 
@@ -263,6 +269,7 @@ class _Workers(Multiprocess):
 
     def init_processes(self) -> None:
         super().init_processes()
+        self.signal_queue.extend(early)
         while not self.should_exit.is_set():
             self.handle_signals()
             if all(process.is_ready(timeout=1) for process in self.processes):
@@ -324,9 +331,10 @@ def _on_signals(handler: Callable[[int, FrameType | None], object]) -> None:
         signal.signal(number, handler)
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
+def leave(number: int, frame: FrameType | None) -> NoReturn:
+    """A signal's handler: end now, by way of what must be ended first."""
     _on_signals(lambda number, frame: None)
-    raise SystemExit(0)
+    raise SystemExit(130 if number == signal.SIGINT else 0)
 
 
 def named(url: str) -> str:

@@ -73,6 +73,29 @@ def test_a_signal_before_it_is_ready_ends_it_too(serve):
     assert service.process.wait(6) == 0
 
 
+@pytest.mark.skipif(not (ROOT / ".venv" / "fencepost-installed").exists(), reason="the environment is made by others")
+@pytest.mark.parametrize("words", [["serve", "--port", "0"], ["openapi"]])
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.15, 0.3])
+def test_ctrl_c_while_it_begins_shows_no_traceback(delay, words, database_url, tmp_path):
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("FENCEPOST_", "PG"))}
+    process = subprocess.Popen(
+        [sys.executable, "-S", str(ROOT / "fencepost"), *words],
+        env={**inherited, "FENCEPOST_DATABASE_URL": database_url},
+        # Held back until the file's first line, since the first Python's own beginning is nobody's to mend.
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(delay)  # the moment is what is tested
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 or (out and process.returncode == 0), (out, err)
+    assert "Traceback" not in err
+    assert "Interrupt" not in err
+
+
 def test_several_workers_end_together(serve):
     service = serve("--workers", "2")
     assert alive(service.url)
