@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from uuid import UUID
@@ -115,10 +116,13 @@ def _new_job(body: schemas.Enqueue, place: str, key: str | None, traceparent: st
     )
 
 
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
 def _traceparent(call: Call) -> str | None:
     value = call.request.headers.get("traceparent")
     # Kept as the W3C format has it; what is not one is dropped, for a trace never refuses work.
-    return value if value is not None and len(value) == 55 and value.count("-") == 3 and value.isascii() else None
+    return value if value is not None and _TRACEPARENT.fullmatch(value) else None
 
 
 @jobs.post(
@@ -134,9 +138,10 @@ async def enqueue_job(call: Call) -> Answer:
 
     201 with the new job, or 200 with the one that holds its `Idempotency-Key` or `unique_key`.
     """
-    key = call.request.headers.get("idempotency-key")
-    if key is not None:
-        key = check_key("header.Idempotency-Key", key)
+    keys = call.request.headers.getlist("idempotency-key")
+    if len(keys) > 1:
+        raise InvalidInput.at("header.Idempotency-Key", "is given twice")
+    key = check_key("header.Idempotency-Key", keys[0]) if keys else None
     job = _new_job(call.body, "body", key, _traceparent(call))
     [outcome] = await call.app.db.again(lambda tx: intake.enqueue(tx, [job], place="body"))
     row = _one(outcome)

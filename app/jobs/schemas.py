@@ -305,6 +305,7 @@ class EnqueueResult(_Result):
 
 class HeartbeatResult(_Result):
     lease_expires_at: datetime | None = None
+    run_deadline_at: datetime | None = None
     cancel_requested: bool | None = None
     queue_paused: bool | None = None
     server_time: datetime | None = None

@@ -6,6 +6,7 @@ from app.queues import ops, schemas
 from app.queues.sql import SETTINGS
 from app.web import pages
 from app.web.door import Answer, Call, Doors
+from app.web.shapes import NAME
 
 doors = Doors("queues")
 
@@ -21,6 +22,8 @@ async def list_queues(call: Call) -> Answer:
     """List queues by name, with counts capped at 10 000."""
     limit = call.query.limit
     after = pages.read(call.query.cursor, {}, (str,))[0] if call.query.cursor is not None else ""
+    if call.query.cursor is not None and not NAME.fullmatch(after):
+        raise pages.not_of_this_list()
     async with call.app.reads_at_once, call.app.db.begin() as tx:
         rows = await ops.page(tx, after=after, limit=limit + 1)
     cursor = pages.make([rows[limit - 1]["name"]], {}) if len(rows) > limit else None

@@ -21,10 +21,16 @@ def read(cursor: str, filters: dict[str, Any], kinds: tuple[type, ...]) -> list[
     except (ValueError, TypeError, binascii.Error):
         raise InvalidInput.at("query.cursor", "is not a cursor of this service; start again without one") from None
     if len(position) != len(kinds) or not all(type(part) is kind for part, kind in zip(position, kinds, strict=True)):
-        raise InvalidInput.at("query.cursor", "is not a cursor of this list; start again without one")
+        raise not_of_this_list()
+    if any(sign < " " or sign == "\x7f" for part in position if type(part) is str for sign in part):
+        raise not_of_this_list()
     if bound != _bound_to(filters):
         raise InvalidInput.at("query.cursor", "was made for other filters; keep the filters while you page")
     return list(position)
+
+
+def not_of_this_list() -> InvalidInput:
+    return InvalidInput.at("query.cursor", "is not a cursor of this list; start again without one")
 
 
 def _bound_to(filters: dict[str, Any]) -> str:
