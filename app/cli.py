@@ -169,6 +169,7 @@ def epoch_bump(
 
 async def _bump(settings: Settings, restored: bool) -> None:
     from app.db import Database
+    from app.errors import Refusal
     from app.jobs import epoch
 
     database = Database(
@@ -177,6 +178,8 @@ async def _bump(settings: Settings, restored: bool) -> None:
     await database.open()
     try:
         number, taken = await epoch.bump(database, restored=restored)
+    except Refusal as refusal:
+        fail(f"{refusal.detail} A job may be locked by somebody and still hold its old token: run it again.")
     finally:
         await database.close()
     typer.echo(f"fencepost: the epoch is {number}; {taken} processing jobs were taken back")
