@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import struct
 import threading
 import time
 
@@ -17,10 +18,14 @@ GOOD = json.dumps({"queue": "q", "payload": 1}).encode()
 
 @pytest.fixture(scope="module")
 def port():
+    yield from served(make_app())
+
+
+def served(app):
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(
-        make_app(), http=wire.BoundedHttp, ws="none", log_config=None, lifespan="off", timeout_keep_alive=75
+        app, http=wire.BoundedHttp, ws="none", log_config=None, lifespan="off", timeout_keep_alive=75
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
@@ -164,6 +169,95 @@ def test_pipelined_requests_are_answered_in_order(port):
         while got.count(b"HTTP/1.1 ") < 4 or not got.endswith(b"}"):
             got += connection.recv(65536)
     assert [int(part[:3]) for part in got.split(b"HTTP/1.1 ")[1:]] == [200, 200, 200, 404]
+
+
+class Waiting:
+    """Answers `/wait…` when the client is gone or `let_go` is set, all else at once."""
+
+    def __init__(self) -> None:
+        self.facts: list[str] = []
+        self.let_go = threading.Event()
+
+    async def __call__(self, scope, receive, send):
+        if scope["path"].startswith("/wait"):
+            self.facts.append("waits")
+            while not self.let_go.is_set():
+                try:
+                    async with asyncio.timeout(0.02):
+                        if (await receive())["type"] == "http.disconnect":
+                            self.facts.append("gone")
+                            return
+                except TimeoutError:
+                    pass
+        content, more = b"", not scope["path"].startswith("/wait")
+        while more:
+            message = await receive()
+            content += message.get("body", b"")
+            more = message.get("more_body", False)
+        content = f"{scope['path']} {len(content)}".encode()
+        length = str(len(content)).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
+        await send({"type": "http.response.body", "body": content})
+
+    def until(self, *facts: str) -> None:
+        deadline = time.monotonic() + 5
+        while self.facts != list(facts):
+            assert time.monotonic() < deadline, self.facts
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def waiting():
+    return Waiting()
+
+
+@pytest.fixture
+def waiting_port(waiting):
+    yield from served(waiting)
+
+
+@pytest.mark.parametrize("more", [1, 3])
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_client_that_goes_with_requests_queued_is_noticed(waiting, waiting_port, caplog, more, apart, reset):
+    with socket.create_connection(("127.0.0.1", waiting_port), 5) as connection:
+        later = head(method="GET", path="/b") * more + b"GET /half HTTP/1.1\r\nX: "
+        connection.sendall(head(method="GET", path="/wait") + (b"" if apart else later))
+        waiting.until("waits")
+        if apart:
+            connection.sendall(later)
+            time.sleep(0.05)
+            connection.sendall(b"y")
+        if reset:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    waiting.until("waits", "gone")
+    assert "Exception" not in caplog.text
+
+
+def test_what_comes_behind_queued_requests_is_served_in_order(waiting, waiting_port):
+    """Heads and bodies in pieces, more of them than are held."""
+    body = b"x" * 100_000
+    with socket.create_connection(("127.0.0.1", waiting_port), 5) as connection:
+        connection.sendall(head(method="GET", path="/wait"))
+        waiting.until("waits")
+        pieces = [
+            head(method="GET", path="/b") + b"POST /c HTT",
+            b"P/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\n12",
+            b"345" + head(f"Content-Length: {len(body)}", path="/d") + body[:10],
+            body[10:] + head(method="GET", path="/e"),
+            head(method="GET", path="/f"),
+        ]
+        for piece in pieces:
+            connection.sendall(piece)
+            time.sleep(0.02)
+        waiting.let_go.set()
+        got = b""
+        while not got.endswith(b"/f 0"):
+            part = connection.recv(65536)
+            assert part, got
+            got += part
+    answers = [part.partition(b"\r\n\r\n")[2] for part in got.split(b"HTTP/1.1 ")[1:]]
+    assert answers == [b"/wait 0", b"/b 0", b"/c 5", b"/d 100000", b"/e 0", b"/f 0"]
 
 
 def test_a_head_of_ten_megabytes_is_refused(port):
