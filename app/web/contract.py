@@ -219,10 +219,10 @@ def _tidy(schema: Any) -> None:
 
 def codes_of(door: Door) -> dict[int, list[str]]:
     """The refusals that this door can really answer with, by status."""
-    codes = {"invalid-input", "cross-site", "not-local", *door.refusals}
+    codes = {"internal", "invalid-input", "cross-site", "not-local", *door.refusals}
     if door.scope is not None:
         codes |= {"key-rejected", "scope-missing", "unavailable"}
-    if door.body is not None:
+    if door.reads_body:
         codes |= {"not-json", "too-large", "unsupported-media-type", "request-timeout"}
     by_status: dict[int, list[str]] = {}
     for code in sorted(codes):
@@ -281,7 +281,7 @@ def _problem_response(status: int, codes: Sequence[str]) -> dict[str, Any]:
         "description": "; ".join(f"`{code}`: {PROBLEMS[code].title}" for code in codes) + ".",
         "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
     }
-    if status in (429, 503):
+    if status in (408, 429, 503):
         response["headers"] = {
             "Retry-After": {
                 "description": "Seconds to wait before the call is repeated.",

@@ -110,6 +110,11 @@ class Door:
     listed: bool = True
     """Whether the OpenAPI document shows it."""
 
+    @property
+    def reads_body(self) -> bool:
+        """The body of a GET has no meaning (RFC 9110, 9.3.1): it is neither read nor judged."""
+        return self.method != "GET"
+
 
 class Doors:
     """The doors of one capability; `tag` groups them in the OpenAPI document."""
@@ -477,7 +482,7 @@ class Switch:
         path = _path(found[1])
         query = _parse_query(prepared, pairs)
         raw = b""
-        if _has_body(headers):
+        if prepared.door.reads_body and _has_body(headers):
             _check_type(headers)
             raw = await _read_body(receive, headers, prepared.door.max_body)
         body: Strict | None = None

@@ -7,7 +7,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -24,7 +24,7 @@ STYLE = """
 html{scroll-padding-top:1rem}
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 system-ui,sans-serif}
 .page{max-width:74rem;margin:0 auto;padding:1rem;display:grid;gap:2rem;grid-template-columns:minmax(0,1fr)}
-@media (min-width:60rem){.page{grid-template-columns:16rem minmax(0,1fr)}
+@media (min-width:60rem){td:first-child{white-space:nowrap}.page{grid-template-columns:16rem minmax(0,1fr)}
 nav{position:sticky;top:1rem;align-self:start;max-height:calc(100vh - 2rem);overflow:auto}}
 a{color:var(--accent)}
 nav ul{list-style:none;margin:0 0 1rem;padding:0;font-size:.9rem}
@@ -42,7 +42,7 @@ pre{background:var(--wash);border:1px solid var(--line);border-radius:6px;paddin
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:.92rem}
 th,td{text-align:left;vertical-align:top;padding:.3rem .8rem .3rem 0;border-bottom:1px solid var(--line)}
-td:first-child{white-space:nowrap}
+td:first-child{min-width:7rem;overflow-wrap:anywhere}
 .soft{color:var(--soft)}
 """
 _HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
@@ -83,15 +83,15 @@ def page(document: Mapping[str, Any], doors: Sequence[Door]) -> bytes:
     by_name = {door.name: door for door in doors}
     operations = [
         (method.upper(), path, operation)
-        for path, methods in document["paths"].items()
-        for method, operation in methods.items()
+        for path in sorted(document["paths"], key=lambda path: _order(path, document["paths"]))
+        for method, operation in document["paths"][path].items()
     ]
     writer = _Writer(document["components"]["schemas"])
     tags = [tag for tag in document["tags"] if any(tag["name"] in operation["tags"] for _, _, operation in operations)]
     contents = "".join(
         f"<h2>{escape(tag['name'])}</h2><ul>"
         + "".join(
-            f'<li><a href="#{op["operationId"]}">{escape(op["summary"])}</a></li>'
+            f'<li><a href="#{op["operationId"]}">{_prose(op["summary"])}</a></li>'
             for _, _, op in operations
             if tag["name"] in op["tags"]
         )
@@ -126,12 +126,24 @@ people.</p>
     return html.encode()
 
 
+def _order(path: str, paths: Collection[str]) -> tuple[str, bool]:
+    """By path, but the call for one job directly before the same call for many."""
+    many = path.replace("/{id}/", "/")
+    return (many, False) if many in paths and many != path else (path, True)
+
+
 def _problem(code: str) -> str:
     kind = PROBLEMS[code]
     return (
         f'<section class="problem" id="problem-{code}"><h3><code>{code}</code> '
         f'<span class="soft">{kind.status}</span></h3><p>{_prose(kind.title)}. {_prose(kind.advice)}</p></section>'
     )
+
+
+def _number(bound: float | None) -> str:
+    if bound is None:
+        return ""
+    return str(int(bound)) if bound == int(bound) else str(bound)
 
 
 def _prose(text: str) -> str:
@@ -220,7 +232,7 @@ class _Writer:
             text = str(schema.get("format") or schema.get("type") or "any JSON")
         least, most = schema.get("minimum"), schema.get("maximum")
         if least is not None or most is not None:
-            text += f" {'' if least is None else f'{least:g}'}…{'' if most is None else f'{most:g}'}"
+            text += f" {_number(least)}…{_number(most)}"
         if "maxItems" in schema:
             text += f", at most {schema['maxItems']}"
         if schema.get("default") is not None:

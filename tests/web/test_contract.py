@@ -9,6 +9,8 @@ from html.parser import HTMLParser
 
 import pytest
 
+from app.jobs import http as jobs
+from app.queues import http as queues
 from app.web import contract, reference
 from app.web.problems import PROBLEMS
 from tests.web.stand_in import client_of, make_app
@@ -90,6 +92,39 @@ def test_query_parameters_are_described(document):
     }
     assert parameters["after"]["schema"]["format"] == "date-time"
     assert "anyOf" not in parameters["queue"]["schema"]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return [*jobs.all_doors, *queues.doors.doors]
+
+
+def test_what_any_call_can_answer_is_listed(whole):
+    for operation in operations(contract.document(whole, version="0")):
+        assert "`internal`" in operation["responses"]["500"]["description"]
+        assert "Retry-After" in operation["responses"].get("408", {"headers": "Retry-After"})["headers"]
+    for door in whole:
+        assert (door.method == "GET") is (413 not in contract.codes_of(door))
+
+
+def test_a_full_range_is_told_by_its_format(whole):
+    document = contract.document(whole, version="0")
+    assert document["components"]["schemas"]["Job"]["properties"]["fence"] == {"type": "integer", "format": "int64"}
+    assert document["components"]["schemas"]["Job"]["properties"]["attempts"] == {"type": "integer", "format": "int32"}
+    assert b"e+0" not in reference.page(document, whole)
+    assert b"e+1" not in reference.page(document, whole)
+
+
+def test_the_contents_read_well(whole):
+    page = reference.page(contract.document(whole, version="0"), whole).decode()
+    contents = page.partition("<nav")[2].partition("</nav>")[0]
+    assert "`" not in contents
+    links = re.findall(r'href="#([a-zA-Z]+)"', contents)
+    for one in ("complete", "fail", "heartbeat", "release"):
+        assert links.index(f"{one}Jobs") == links.index(f"{one}Job") + 1
+    narrow = re.sub(r"@media \(min-width.*?\}\}", "", reference.STYLE, flags=re.DOTALL)
+    assert "td:first-child{min-width:7rem;overflow-wrap:anywhere}" in narrow
+    assert "nowrap" not in narrow
 
 
 SCRIPT = "import sys; from app.web.contract import render; from tests.web.stand_in import make_app; sys.stdout.buffer.write(render(make_app().openapi()))"

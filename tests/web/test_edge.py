@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from app.web.problems import PROBLEMS
+from app.web.problems import PROBLEMS, RequestTimeout, headers_of
 from tests.web.stand_in import TOKEN, KeyedRing, client_of, make_app
 
 GOOD = {"queue": "q", "payload": {"a": 1}}
@@ -514,6 +514,19 @@ async def test_the_size_of_a_body(client, path, limit, chunked):
             is_problem(response, 422, "invalid-input")
         else:
             assert is_problem(response, 413, "too-large")["limit"] == limit
+
+
+@pytest.mark.parametrize("path", ["/v1/things", f"/v1/things/{TOKEN}", "/livez"])
+@pytest.mark.parametrize(
+    ("content", "media"), [(b"{", "application/json"), (b"x", "text/plain"), (b"[1]", ""), (b" " * 2_000_000, "")]
+)
+async def test_the_body_of_a_get_is_not_judged(client, path, content, media):
+    response = await client.request("GET", path, content=content, headers={"content-type": media})
+    assert response.status_code == 200
+
+
+def test_a_call_that_timed_out_may_be_repeated():
+    assert headers_of(RequestTimeout("late"))["retry-after"] == "1"
 
 
 async def test_a_fault_of_ours_tells_nothing_inner(client):
