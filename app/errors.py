@@ -37,6 +37,25 @@ class QueueNotEmpty(Refusal):
     code = "queue-not-empty"
 
 
+class ScheduleNotFound(Refusal):
+    code = "schedule-not-found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"There is no schedule {name!r}.", schedule=name)
+
+
+class ScheduleBroken(Refusal):
+    """What is stored of the schedule's cadence cannot be read."""
+
+    code = "schedule-broken"
+
+
+class Overlap(Refusal):
+    """A run of the schedule is unfinished; facts name its job in `job_id`, where it has one."""
+
+    code = "overlap"
+
+
 class LeaseLost(Refusal):
     """The attempt was ended by somebody else; its worker must drop the work."""
 

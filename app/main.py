@@ -21,6 +21,11 @@ from app.keys.ops import KeyRing
 from app.loops import Loop, LoopSet
 from app.queues import sql as queues_sql
 from app.queues.http import doors as queue_doors
+from app.schedules import ops as schedule_ops
+from app.schedules import sql as schedules_sql
+from app.schedules.http import doors as schedule_doors
+from app.schedules.tasks import Runs, built_in
+from app.schedules.tick import Ticker, tolerance
 from app.settings import Settings
 from app.web.contract import describe
 from app.web.door import mount
@@ -33,6 +38,7 @@ GAUGE_QUEUES = 5_000
 """All that a scrape looks at; it shows 500 of them and adds the others up."""
 GAUGE_SECONDS = 0.35
 GAUGE_CAP = 1_000
+GAUGE_SCHEDULES = 500
 
 _UNCOUNTED = frozenset({"claimable", "due_later"})
 """Facts that wake somebody; all others are counted."""
@@ -63,6 +69,11 @@ class Service:
         # Lists take at most a quarter: a dozen readers of heavy pages must not cost a worker its lease.
         self.reads_at_once = asyncio.Semaphore(max(1, settings.pool_size // 4))
         self.claims_at_once = asyncio.Semaphore(max(1, settings.pool_size // 2))
+        tasks = built_in(
+            self.db, retention=settings.retention_seconds, failed_retention=settings.failed_retention_seconds
+        )
+        self.runs = Runs(self.db, tasks, settings.task_lease_seconds)
+        self.ticker = Ticker(self.db, self.runs, settings.schedule_interval_seconds)
         self.loops = LoopSet(self.db, self._loops(), run_here=settings.loops)
         self.draining = False
         self._stop = asyncio.Event()
@@ -72,6 +83,9 @@ class Service:
         pacing = Pacing(settings.reclaim_interval_seconds, settings.outage_grace_seconds)
         return [
             Loop("reclaim", settings.reclaim_interval_seconds, lambda: reclaim_pass(self.db, pacing)),
+            Loop("schedule", settings.schedule_interval_seconds, self.ticker.tick),
+            # Beside the schedule `fencepost-prune`, which does the same each hour and leaves a row in the ledger that
+            # it really ran: each minute, in small bites, so that tables stay small and short retentions hold.
             Loop(
                 "prune",
                 settings.prune_interval_seconds,
@@ -137,7 +151,14 @@ class Service:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.runs.stop()
         await self.db.close()
+
+    async def details(self) -> dict[str, Any]:
+        """For `/readyz?verbose`: is what was planned really run?"""
+        async with self.db.begin() as tx:
+            late = tolerance(self.settings.schedule_interval_seconds)
+            return {"schedules": await schedule_ops.trouble(tx, tolerance=late)}
 
     async def gauges(self) -> list[Gauge]:
         """What the database knows, for a scrape. Counts are capped: a scrape never scans a big table."""
@@ -146,6 +167,9 @@ class Service:
             names = [row["name"] for row in rows]
             counts = await tx.rows(queues_sql.COUNTS, {"names": names, "cap": GAUGE_CAP})
             oldest = await tx.rows(queues_sql.OLDEST_WAITING, {"names": names})
+            late = tolerance(self.settings.schedule_interval_seconds)
+            trouble = await schedule_ops.trouble(tx, tolerance=late)
+            schedules = await tx.rows(schedules_sql.GAUGES, {"limit": GAUGE_SCHEDULES})
         gauges: list[Gauge] = [
             (
                 "fencepost_jobs",
@@ -164,6 +188,7 @@ class Service:
             gauges.append(("fencepost_queue_paused", "1 while the queue is paused.", held, float(row["paused"])))
             on_hold = float(row["hold_until"] is not None)
             gauges.append(("fencepost_reclaim_hold", "1 while the queue's reclaim is held.", held, on_hold))
+        gauges += _schedule_gauges(trouble, schedules)
         for loop in self.loops.status():
             about = "Seconds since the last successful pass of any instance."
             gauges.append(("fencepost_loop_age_seconds", about, {"loop": loop["loop"]}, loop["age_seconds"]))
@@ -174,6 +199,23 @@ class Service:
         for name in ("pool_size", "pool_available", "requests_waiting"):
             gauges.append((f"fencepost_db_{name}", "The pool of connections.", {}, float(stats.get(name, 0))))
         return gauges
+
+
+def _schedule_gauges(trouble: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Gauge]:
+    """Of the first 500 schedules by name each has its own; the counts are of all, up to 1 000."""
+    gauges: list[Gauge] = []
+    for kind, count in trouble["counts"].items():
+        gauges.append((f"fencepost_schedules_{kind}", f"Schedules that are {kind}.", {}, float(count)))
+    for row in rows:
+        label = {"schedule": row["name"]}
+        if row["last_fired"] is not None:
+            about = "When it last fired, in seconds since 1970."
+            gauges.append(("fencepost_schedule_last_fired_timestamp", about, label, row["last_fired"]))
+        gauges.append(("fencepost_schedule_overdue_seconds", "How long its time is past by now.", label, row["late"]))
+        if row["worst"] is not None:
+            about = "The longest that a slot had to wait, since its cadence was set."
+            gauges.append(("fencepost_schedule_worst_lateness_seconds", about, label, row["worst"]))
+    return gauges
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -191,7 +233,7 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(title="Fencepost", version=__version__, lifespan=lifespan, openapi_url=None)
     app.state.service = service
     app.state.drain = service.drain
-    doors = [*job_doors, *queue_doors.doors, *health_doors(service).doors]
+    doors = [*job_doors, *queue_doors.doors, *schedule_doors.doors, *health_doors(service).doors]
     document, described = describe(app, doors, version=__version__)
     mount(app, [*doors, *described, *reference_doors(document, doors)], service)
     return app

@@ -43,6 +43,10 @@ class Settings(BaseSettings):
     """False: API only, no background loops in this instance."""
     reclaim_interval_seconds: float = Field(default=2.0, ge=0.01, le=DAY)
     outage_grace_seconds: float = Field(default=30.0, ge=0, le=DAY)
+    schedule_interval_seconds: float = Field(default=1.0, ge=0.01, le=DAY)
+    """How often at least schedules are looked at; what is due before that is fired when it is due."""
+    task_lease_seconds: float = Field(default=60.0, ge=1, le=DAY)
+    """A maintenance run whose process vanished is taken as interrupted after so long."""
     prune_interval_seconds: float = Field(default=60.0, ge=0.01, le=DAY)
     retention_seconds: float = Field(default=7 * DAY, gt=0, le=CENTURY)
     """How long done jobs are kept."""

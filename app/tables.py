@@ -27,7 +27,7 @@ from sqlalchemy import (
     text,
 )
 
-REVISION = "0001"
+REVISION = "0002"
 """The schema revision that this build was made for; `schema_compatibility` lists those the database serves."""
 
 metadata = MetaData(
@@ -143,6 +143,9 @@ jobs = Table(
         "finished_at",
         postgresql_where=text("finished_at IS NOT NULL"),
     ),
+    # Of a run fired by hand `slot_at` is null, and it stands outside the grid.
+    Index("uq_jobs_schedule_slot", "schedule", "slot_at", unique=True, postgresql_where=text("schedule IS NOT NULL")),
+    Index("ix_jobs_schedule_live", "schedule", postgresql_where=text(f"schedule IS NOT NULL AND {LIVE}")),
 )
 
 job_attempts = Table(
@@ -245,6 +248,97 @@ loops = Table(
     Column("name", Text, primary_key=True),
     Column("last_pass_at", Instant),
     Column("grace_until", Instant),
+)
+
+schedules = Table(
+    "schedules",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("edition", Uuid, nullable=False),
+    # Cadence
+    Column("every_seconds", Integer),
+    Column("cron", Text),
+    Column("timezone", Text),
+    Column("anchor_at", Instant),
+    # Target
+    Column("task", Text),
+    Column("queue", Text),
+    Column("kind", Text),
+    Column("payload", JSON),
+    Column("priority", SmallInteger),
+    Column("max_attempts", Integer),
+    Column("max_reclaims", Integer),
+    Column("recovery_policy", Text),
+    Column("lease_seconds", Double),
+    Column("max_run_seconds", Double),
+    Column("backoff_base_seconds", Double),
+    Column("backoff_cap_seconds", Double),
+    Column("unique_key", Text),
+    # How it runs
+    Column("startup_grace_seconds", Double, nullable=False),
+    Column("overlap", Text, nullable=False),
+    Column("enabled", Boolean, nullable=False),
+    Column("paused_by", Text),
+    Column("paused_reason", Text),
+    Column("paused_since", Instant),
+    # State. `next_run_at` and `error` take anything: a row that was damaged must be readable, marked and repaired.
+    Column("next_run_at", Instant),
+    Column("grace_for", Instant),
+    Column("last_fired_at", Instant),
+    Column("worst_lateness_seconds", Double),
+    Column("blocked_by", Uuid),
+    Column("skip_row", Uuid),
+    Column("error", Text),
+    Column("created_at", Instant, nullable=False, server_default=_now),
+    Column("updated_at", Instant, nullable=False, server_default=_now),
+    CheckConstraint("overlap IN ('skip', 'allow')", name="overlap"),
+    CheckConstraint("(every_seconds IS NULL) <> (cron IS NULL)", name="one_cadence"),
+    CheckConstraint("(task IS NULL) <> (queue IS NULL)", name="one_target"),
+    Index("ix_schedules_due", "next_run_at", postgresql_where=text("enabled")),
+)
+
+schedule_slots = Table(
+    "schedule_slots",
+    metadata,
+    # The ledger. No foreign keys: it outlives its schedule and its jobs.
+    Column("id", Uuid, primary_key=True),
+    Column("schedule", Text, nullable=False),
+    Column("slot_at", Instant, nullable=False),
+    Column("first_slot_at", Instant, nullable=False),
+    Column("manual", Boolean, nullable=False, server_default=text("false")),
+    Column("outcome", Text, nullable=False),
+    Column("count", BigInteger, nullable=False, server_default="1"),
+    Column("fired_at", Instant, nullable=False),
+    Column("lateness_seconds", Double, nullable=False),
+    Column("reason", Text),
+    Column("job_id", Uuid),
+    # Of a fire that can be repeated
+    Column("request_key", Text),
+    Column("request_sha256", LargeBinary),
+    # Of a maintenance run: under way while `ended_at` is null; without a lease it waits for somebody to take it.
+    Column("task", Text),
+    Column("run_token", Uuid),
+    Column("lease_expires_at", Instant),
+    Column("ended_at", Instant),
+    CheckConstraint(
+        "outcome IN ('fired', 'collapsed', 'skipped_overlap', 'skipped_paused', 'failed', 'interrupted')",
+        name="outcome",
+    ),
+    Index("uq_schedule_slots_slot", "schedule", "slot_at", unique=True, postgresql_where=text("NOT manual")),
+    Index(
+        "uq_schedule_slots_request_key",
+        "schedule",
+        "request_key",
+        unique=True,
+        postgresql_where=text("request_key IS NOT NULL"),
+    ),
+    Index("ix_schedule_slots_ledger", "schedule", "fired_at", "id"),
+    Index(
+        "ix_schedule_slots_running",
+        "schedule",
+        "lease_expires_at",
+        postgresql_where=text("task IS NOT NULL AND ended_at IS NULL"),
+    ),
 )
 
 fence_epoch = Table(

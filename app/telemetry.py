@@ -55,6 +55,18 @@ FACTS: Mapping[str, Fact] = {
     "set_aside": Fact("set_asides", "Rows that a loop could not move and set aside.", ("loop",)),
     "grace": Fact("graces", "Graces given by the reclaim loop after an outage."),
     "hold": Fact("holds", "Holds of a queue's automatic reclaim.", ("queue",)),
+    "fire": Fact("fires", "Slots of schedules fired.", ("target",), {"target": ("job", "task")}),
+    "skip": Fact("skips", "Slots of schedules not fired.", ("why",), {"why": ("overlap", "paused")}),
+    "collapse": Fact("collapses", "Missed slots of schedules that a later one stands for."),
+    "adopt": Fact("adoptions", "Overdue schedules that got a grace after an outage."),
+    "repair": Fact("repairs", "Schedules whose next time could not be used and was set anew."),
+    "broken": Fact("brokens", "Firings of schedules that failed."),
+    "task": Fact(
+        "task_runs",
+        "Maintenance runs that ended.",
+        ("outcome",),
+        {"outcome": ("fired", "failed", "interrupted")},
+    ),
     "pass": Fact("loop_passes", "Passes of a background loop.", ("loop", "ok"), {"ok": ("true", "false")}),
     "unavailable": Fact("database_refusals", "Calls refused because the database could not be used."),
 }
@@ -69,6 +81,12 @@ _requests = Histogram(
     "Time from the end of the head to the end of the answer, by operation and class of status.",
     ("operation", "status"),
     buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+    registry=registry,
+)
+_lateness = Histogram(
+    "fencepost_schedule_lateness_seconds",
+    "Time from a slot of a schedule to its firing.",
+    buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 300, 3600),
     registry=registry,
 )
 _queues: set[str] = set()
@@ -119,6 +137,10 @@ def observe_request(operation: str, status: int, seconds: float) -> None:
     if child is None:
         child = _children[key] = _requests.labels(operation, f"{status // 100}xx")
     child.observe(seconds)
+
+
+def observe_lateness(seconds: float) -> None:
+    _lateness.observe(seconds)
 
 
 def render_counters() -> bytes:

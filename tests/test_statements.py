@@ -6,7 +6,12 @@ import re
 import psycopg
 import pytest
 
-MODULES = ("app.jobs.sql", "app.queues.sql", "app.keys.sql", "app.audit.record", "app.db", "app.jobs.hints")
+MODULES = (
+    *(f"app.{capability}.sql" for capability in ("jobs", "queues", "schedules", "keys")),
+    "app.audit.record",
+    "app.db",
+    "app.jobs.hints",
+)
 STATEMENT = re.compile(r"\s*(WITH|SELECT|INSERT|UPDATE|DELETE|LOCK)\s")
 
 

@@ -32,7 +32,7 @@ async def enqueue(tx: Tx, jobs: Sequence[NewJob], *, place: str = "body.jobs[{}]
     Never a success without a job: where a key is held, the holder is read in a second statement, and where it is
     gone meanwhile the insert is tried again (three times, then Unavailable).
     """
-    ids = [new_id() for _ in jobs]
+    ids = [job.id or new_id() for job in jobs]
     await _check_instants(tx, jobs, place)
     answers: dict[int, dict[str, Any] | Refusal] = {}
     # In key order, so that two batches with the same keys wait for each other in one direction only. Ids are made in

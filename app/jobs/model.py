@@ -108,6 +108,8 @@ class Pass(NamedTuple):
 
     moved: int
     at: datetime
+    soon: float | None = None
+    """Seconds until there is more to do, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,8 @@ class NewJob:
     traceparent: str | None = None
     schedule: str | None = None
     slot_at: datetime | None = None
+    id: UUID | None = None
+    """Made anew where it is None; given by who writes it elsewhere first."""
 
 
 @dataclass(frozen=True, slots=True)

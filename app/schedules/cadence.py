@@ -251,11 +251,7 @@ def _reckoned(cadence: Cron, first: datetime, slot: datetime) -> int:
         day += timedelta(days=1)
     if begin.date() == end.date():
         return _of_day(one, begin.date(), begin, end)
-    return (
-        days * a_day
-        + _of_day(one, begin.date(), begin, None)
-        + _of_day(one, end.date(), None, end)
-    )
+    return days * a_day + _of_day(one, begin.date(), begin, None) + _of_day(one, end.date(), None, end)
 
 
 def _of_day(one: CronSim, day: date, since: datetime | None, until: datetime | None) -> int:

@@ -49,6 +49,9 @@ class Composed(Protocol):
 
     async def gauges(self) -> Sequence[Gauge]: ...
 
+    async def details(self) -> Mapping[str, Any]:
+        """What the capabilities tell in `/readyz?verbose`, by name."""
+
 
 class Alive(Answered):
     status: Literal["ok"]
@@ -108,6 +111,13 @@ def health_doors(composed: Composed) -> Doors:
         except (Refusal, TimeoutError):
             return {"writable": False, "revision_ok": None}
 
+    async def details() -> Mapping[str, Any]:
+        try:
+            async with asyncio.timeout(PING_SECONDS):
+                return await composed.details()
+        except (Refusal, TimeoutError):
+            return {}
+
     async def read() -> Sequence[Gauge]:
         return await composed.gauges()
 
@@ -153,6 +163,8 @@ def health_doors(composed: Composed) -> Doors:
             raise Unavailable("The database's schema is not the one of this build; run migrate.", **facts)
         if call.query.strict and degraded:
             raise Unavailable("A background loop is failing.", **facts)
+        if call.query.verbose:
+            facts |= await details()
         return Answer(200, {"status": "ready", **facts})
 
     @doors.get("/metrics", scope="read", answers={200: None}, media=CONTENT_TYPE_PLAIN_0_0_4)

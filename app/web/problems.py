@@ -81,6 +81,7 @@ PROBLEMS: Mapping[str, Kind] = {
     "not-found": Kind(404, "No such route", "Compare method and path with /docs; a trailing slash makes another path."),
     "job-not-found": Kind(404, "No such job", "Check the id. Finished jobs are deleted after their retention time."),
     "queue-not-found": Kind(404, "No such queue", "Check the name. A queue comes into being at its first enqueue."),
+    "schedule-not-found": Kind(404, "No such schedule", "Check the name; PUT makes one."),
     "method-not-allowed": Kind(405, "The path does not take this method", "Use a method listed in `Allow`."),
     "request-timeout": Kind(408, "The body came too slowly", "Send the whole body at once, and repeat the call."),
     "lease-lost": Kind(

@@ -144,6 +144,9 @@ async def get_thing(call: Call) -> Answer:
 
 
 class Composed(SimpleNamespace):
+    async def details(self) -> Any:
+        return {}
+
     async def gauges(self) -> Any:
         return self.gauge_rows
 
