@@ -14,6 +14,7 @@ import typer
 from pydantic import ValidationError
 
 from app import __version__
+from app.cli_schedules import schedules
 from app.settings import Settings, misspelt
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +29,7 @@ cli = typer.Typer(
 )
 epoch = typer.Typer(help="The fence's epoch, after a restore.", no_args_is_help=True)
 cli.add_typer(epoch, name="epoch")
+cli.add_typer(schedules, name="schedules")
 
 
 def _tell_version(wanted: bool) -> None:
