@@ -25,7 +25,8 @@ STEPS = {
     "web.pages": 0, "web.jsontext": 0, "web.shapes": 1, "web.problems": 2, "web.gate": 3, "web.door": 4,
     "web.contract": 5, "jobs.schemas": 0, "queues.schemas": 0, "serving": 0, "cli": 1, "web.health": 0,
     "jobs.http": 1, "queues.http": 1, "web.reference": 1, "loops": 0,
-    "cli_schedules": 0, "schedules.tasks": 0, "schedules.tick": 1, "schedules.ops": 2, "schedules.schemas": 1, "schedules.http": 2,
+    "cli_schedules": 0,
+    "schedules.tasks": 0, "schedules.tick": 1, "schedules.ops": 2, "schedules.schemas": 1, "schedules.http": 2,
 }  # fmt: skip
 
 

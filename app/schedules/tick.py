@@ -1,8 +1,9 @@
 """Fire what is due: advance, record the slot and enqueue its job in one transaction; no leader.
 
-Any number of instances may tick. What the database decides: who fires (the row's lock), that a slot is fired once (unique schedule and slot), whether
-the service was away (`last_pass_at` of all instances), and what time it is. What a process remembers between passes
-is only which rows gave trouble, so that these wait by themselves and hold up no other.
+Any number of instances may tick. What the database decides: who fires (the row's lock), that a slot is fired once
+(unique schedule and slot), whether the service was away (`last_pass_at` of all instances), and what time it is. What
+a process remembers between passes is only which rows gave trouble, so that these wait by themselves and hold up no
+other.
 
 It fails toward running: a row that cannot be advanced is fired all the same, slot by slot, and a row that cannot be
 read is marked; the others go on.
