@@ -39,6 +39,8 @@ PACE = 14.0
 SLOW = 4.0
 """Seconds of the jobs whose worker is killed: longer than a lease, so only heartbeats carry it through."""
 PATIENCE = 30.0
+FIRST_TIME = 10.0
+"""Seconds to the first time of the schedule, in which the service is restarted twice."""
 
 T = TypeVar("T")
 
@@ -210,6 +212,7 @@ class Stage:
         return self.folder / f"{name}.out"
 
     def serve(self) -> None:
+        before = self.out("service").stat().st_size if self.out("service").exists() else 0
         service = self.start(
             "service",
             [sys.executable, "-P", "-m", "app", "serve", "--port", "0", "--data-dir", str(self.folder / "data")],
@@ -223,10 +226,17 @@ class Stage:
             if service.poll() is not None:
                 words = (self.folder / "service.err").read_text(errors="replace").strip().splitlines()[-3:]
                 raise Broken("the service did not start: " + " / ".join(words))
-            found = re.search(r"ready on (http://\S+)", self.out("service").read_text())
+            found = re.search(r"ready on (http://\S+)", self.out("service").read_text()[before:])
             return found[1] if found else None
 
         self.url = self.wait("the service is ready", ready, 90.0)
+
+    def restart(self, *, gently: bool) -> None:
+        """The service ends, by SIGTERM or by kill -9, and another is started on its data."""
+        service = self.children["service"]
+        (service.terminate if gently else service.kill)()
+        service.wait(30)
+        self.serve()
 
     def worker(self, name: str, *queues: str, life: str = "", once: bool = False) -> int:
         """Start a worker; `life` keeps the logs of a name's processes apart. Its pid."""
@@ -301,7 +311,8 @@ class Story:
         self.stale()
         self.by_hand()
         self.reckoning()
-        told.chapter("7. Clearing up")
+        self.restarts()
+        told.chapter("8. Clearing up")
         told.event("ending the workers, the service and its database ...")
 
     def enqueue(self) -> None:
@@ -464,6 +475,28 @@ class Story:
         told.check(
             _sum(metrics, "fencepost_stale_refusals_total") == 2, "2 calls with a dead token, 2 refusals, 0 accepted"
         )
+
+    def restarts(self) -> None:
+        told, stage = self.told, self.stage
+        told.chapter("7. A schedule that no restart moves")
+        body = {"every_seconds": 3600, "startup_grace_seconds": FIRST_TIME, "queue": "reports", "payload": {}}
+        status, schedule = stage.call("PUT", "/v1/schedules/hourly-report", body)
+        if status != 201:
+            raise Broken(f"the schedule was answered {status}: {schedule.get('detail')}")
+        planned = schedule["next_run_at"]
+        told.event(f"hourly-report is planned for {planned}")
+        stage.restart(gently=True)
+        told.event("the service was stopped and started: as a deploy does")
+        stage.restart(gently=False)
+        told.event("the service was killed with -9, with its database, and started again")
+
+        def fired() -> list[dict[str, Any]]:
+            return list(stage.get("/v1/schedules/hourly-report/slots")["slots"])
+
+        stage.wait("the schedule fires", fired, 2 * PATIENCE)
+        slots, jobs = fired(), stage.get("/v1/jobs?queue=reports")["jobs"]
+        told.check([slot["slot_at"] for slot in slots] == [planned], "it fired the slot that was planned, and no other")
+        told.check([job["slot_at"] for job in jobs] == [planned], "one job came of it: none lost, none made twice")
 
 
 def _sum(metrics: str, name: str) -> float:

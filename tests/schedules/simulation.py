@@ -1,7 +1,8 @@
 """Ten years in minutes: the real tick on PostgreSQL with its clock moved, three tickers, restarts, kills and outages.
 
 `python -m tests.schedules.simulation [--seed N] [--years 10]` prints what was planned and what became of it. Planned
-times are reckoned here by other means than `app/schedules/cadence.py` (day by day, by zoneinfo).
+times are reckoned here by other means than `app/schedules/cadence.py` (day by day, with the same zones: those of the
+machine may be older than the pinned ones, as Morocco's were when this was written).
 """
 
 import argparse
@@ -17,11 +18,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
-from zoneinfo import ZoneInfo
 
 from app.db import Database
 from app.errors import Refusal
 from app.migrations import upgrade
+from app.schedules.cadence import zone as pinned
 from app.schedules.tick import Ticker
 from tests import harness
 from tests.schedules.clock import Clock, change, only_mine, put, rows, ticker
@@ -55,7 +56,7 @@ def plans(rng: random.Random, until: datetime) -> list[Plan]:
         weekday = str(rng.randint(0, 6)) if number % 10 in (4, 5) else "*"
         zone = ZONES[number % len(ZONES)]
         plan = Plan(f"cron-{number}", {"cron": f"{minute} {hour} {day} {month} {weekday}", "timezone": zone})
-        plan.expected = by_days(minute, hour, day, month, weekday, ZoneInfo(zone), until)
+        plan.expected = by_days(minute, hour, day, month, weekday, pinned(zone), until)
         made.append(plan)
     for number, plan in enumerate(made):
         plan.given["overlap"] = "skip" if number % 5 == 0 else "allow"
@@ -163,7 +164,7 @@ async def step(db, url, clock, instances, rng, report, until) -> None:
         clock.set(min(until, clock.now + timedelta(hours=rng.uniform(4, 5.9))))
     ticking = rng.sample(range(3), rng.choice([1, 1, 1, 2, 3]))
     tasks = {index: asyncio.create_task(instances[index].tick()) for index in ticking}
-    killed = [index for index in ticking if rng.random() < 0.03]
+    killed = [index for index in ticking if rng.random() < 0.02]
     if killed:
         await asyncio.sleep(rng.uniform(0, 0.012))
         if rng.random() < 0.3:
@@ -178,7 +179,7 @@ async def step(db, url, clock, instances, rng, report, until) -> None:
             report.events["kills"] += 1
     await asyncio.gather(*tasks.values(), return_exceptions=True)
     for index in range(3):
-        if index in killed or rng.random() < 0.01:
+        if index in killed or rng.random() < 0.005:
             await instances[index].end()
             instances[index] = await Instance(url, clock).start()
             report.events["restarts"] += index not in killed
@@ -245,7 +246,7 @@ def main() -> None:
     print(f"seed {given.seed}", flush=True)
     report = asyncio.run(_whole(given.seed, given.years))
     print(report)
-    for line in report.wrong:
+    for line in report.wrong[:20]:
         print("WRONG:", line)
     raise SystemExit(bool(report.doubled or report.missed or report.wrong))
 
