@@ -65,6 +65,8 @@ class ReadyQuery(Strict):
 
 
 class DegradedLoop(Answered):
+    model_config = ConfigDict(json_schema_serialization_defaults_required=False)
+
     loop: str
     last_pass_at: Instant | None
     error: str | None = None

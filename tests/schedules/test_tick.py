@@ -443,6 +443,18 @@ async def test_a_schedule_made_anew_under_an_old_name_does_not_run_an_old_slot_a
     assert (await read(db))["next_run_at"] == START + seconds(120)
 
 
+async def test_a_job_that_outlived_its_row_of_the_ledger_is_not_made_again(db, clock):
+    await put(db, cron="* * * * *")
+    clock.pass_(60)
+    await ticker(db).tick()
+    await change(db, "DELETE FROM schedule_slots")
+    await change(db, "UPDATE schedules SET next_run_at = %(at)s", at=clock.now)
+    await ticker(db).tick()
+    assert await jobs(db) == [START + seconds(60)]
+    row = await read(db)
+    assert (row["next_run_at"], row["error"]) == (START + seconds(120), None)
+
+
 async def test_a_live_job_with_the_unique_key_of_a_schedule_stands_for_its_run(db, clock):
     await put(db, every_seconds=60, unique_key="one")
     async with db.begin() as tx:
