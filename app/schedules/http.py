@@ -88,7 +88,7 @@ async def list_schedules(call: Call) -> Answer:
     """List schedules by name."""
     limit = call.query.limit
     after = pages.read(call.query.cursor, {}, (str,))[0] if call.query.cursor is not None else ""
-    async with call.app.db.begin() as tx:
+    async with call.app.reads_at_once, call.app.db.begin() as tx:
         rows = await ops.page(tx, after=after, limit=limit + 1, tolerance=_tolerance(call))
     cursor = pages.make([rows[limit - 1]["name"]], {}) if len(rows) > limit else None
     return Answer(200, {"schedules": [schedule_view(row) for row in rows[:limit]], "next_cursor": cursor})
@@ -251,7 +251,7 @@ async def list_slots(call: Call) -> Answer:
             before = (parse_instant(at), parse_id(slot_id))
         except ValueError:
             raise InvalidInput.at("query.cursor", "is not a cursor of this list; start again without one") from None
-    async with call.app.db.begin() as tx:
+    async with call.app.reads_at_once, call.app.db.begin() as tx:
         rows = await ops.slots(tx, call.path["name"], before=before, limit=limit + 1)
     last = rows[limit - 1] if len(rows) > limit else None
     cursor = pages.make([last["fired_at"].isoformat(), str(last["id"])], bound) if last else None
