@@ -143,7 +143,7 @@ def openapi() -> None:
 
 @cli.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
-    """A story of crashes, told in 15 s.
+    """A story of crashes, told in 25 s.
 
     Real work, a kill -9, a reclaim, a refused late completion, and every promise checked.
     """

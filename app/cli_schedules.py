@@ -8,7 +8,6 @@ import os
 from typing import Annotated, Any, NoReturn
 from urllib.parse import quote
 
-import httpx2
 import typer
 
 schedules = typer.Typer(help="Schedules of a running service.", no_args_is_help=True)
@@ -27,6 +26,8 @@ def _fail(text: str) -> NoReturn:
 
 def _call(method: str, path: str, body: dict[str, Any] | None = None, **query: Any) -> Any:
     """The answer's JSON. A refusal is told in one line."""
+    import httpx2
+
     url = os.environ.get("FENCEPOST_URL") or f"http://127.0.0.1:{os.environ.get('FENCEPOST_PORT', '8080')}"
     key = os.environ.get("FENCEPOST_KEY")
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
