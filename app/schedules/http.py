@@ -198,9 +198,10 @@ async def fire_schedule(call: Call) -> Answer:
     201 with the job, 200 with the same job for a repeat of the `Idempotency-Key`; 202 with the row of the ledger for
     a maintenance task, which an instance takes up within a second or so.
     """
-    key = call.request.headers.get("idempotency-key")
-    if key is not None:
-        key = check_key("header.Idempotency-Key", key)
+    keys = call.request.headers.getlist("idempotency-key")
+    if len(keys) > 1:
+        raise InvalidInput.at("header.Idempotency-Key", "is given twice")
+    key = check_key("header.Idempotency-Key", keys[0]) if keys else None
     digest = canonical_digest({"fire": call.path["name"], "force": call.body.force, "reason": call.body.reason})
     slot, job, created = await call.app.db.again(
         lambda tx: ops.fire(
@@ -250,7 +251,7 @@ async def list_slots(call: Call) -> Answer:
         try:
             before = (parse_instant(at), parse_id(slot_id))
         except ValueError:
-            raise InvalidInput.at("query.cursor", "is not a cursor of this list; start again without one") from None
+            raise pages.not_of_this_list() from None
     async with call.app.reads_at_once, call.app.db.begin() as tx:
         rows = await ops.slots(tx, call.path["name"], before=before, limit=limit + 1)
     last = rows[limit - 1] if len(rows) > limit else None
