@@ -362,6 +362,16 @@ async def test_resume_goes_on_with_the_next_slot_and_notes_the_paused_ones_once(
     assert await ledger(db) == [("skipped_paused", START + seconds(600), 10)]
 
 
+async def test_resume_of_one_that_is_not_paused_takes_no_slot_away(db, clock):
+    await put(db, every_seconds=60)
+    clock.pass_(60)
+    async with db.begin() as tx:
+        await ops.resume(tx, "s", actor="anna", reason=None, tolerance=5.0)
+    await put(db, every_seconds=60, enabled=True)
+    await ticker(db).tick()
+    assert await ledger(db) == [("fired", START + seconds(60), 1)]
+
+
 async def test_edits(db, clock):
     made = await put(db, every_seconds=3600)
     clock.pass_(30)
