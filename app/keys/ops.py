@@ -93,6 +93,11 @@ class KeyRing:
         """A loopback listener whose table, as last read, never held a row."""
         return self._loopback and self._ever is False
 
+    @property
+    def readable(self) -> bool:
+        """Whether the keys are known well enough to judge a call."""
+        return self._read_at is not None and time.monotonic() - self._read_at <= STALE_SECONDS
+
     async def install_admin(self, secret: str) -> None:
         """The bootstrap key (scope admin). Only its hash is kept; another secret replaces the one before."""
         check_admin_key(secret)
@@ -143,7 +148,7 @@ class KeyRing:
 
         Secrets are looked up by their SHA-256: how long that takes tells nothing about a secret of 128 bits.
         """
-        if self._read_at is None or time.monotonic() - self._read_at > STALE_SECONDS:
+        if not self.readable:
             raise Unavailable("The keys cannot be read now.")
         if self.keyless:
             return KEYLESS

@@ -163,6 +163,8 @@ def health_doors(composed: Composed) -> Doors:
             raise Unavailable("The database cannot be written now.", **facts)
         if not found["revision_ok"]:
             raise Unavailable("The database's schema is not the one of this build; run migrate.", **facts)
+        if not composed.keys.readable:
+            raise Unavailable("The keys cannot be read now.", **facts)
         if call.query.strict and degraded:
             raise Unavailable("A background loop is failing.", **facts)
         if call.query.verbose:

@@ -146,7 +146,7 @@ def test_an_instance_without_loops_tells_of_the_others(instance, sql):
     """API alone: it says degraded while nobody passes, and no longer once somebody does."""
     api = instance(FENCEPOST_LOOPS="false")
     sql("UPDATE loops SET last_pass_at = fencepost_now() - interval '1 minute'")
-    wait_for(lambda: degraded(api) == {"reclaim", "prune"}, 12, 0.1)
+    wait_for(lambda: degraded(api) == {"reclaim", "prune", "schedule"}, 12, 0.1)
     assert api.http.get("/readyz").status_code == 200
     instance()
     wait_for(lambda: not degraded(api), 10, 0.1)

@@ -32,6 +32,7 @@ TOKEN = "0190a5b2-7c41-7b3e-9d52-5f7f3d9d2c11"
 
 
 class KeylessRing:
+    readable = True
     keyless = True
 
     def check(self, authorization: str | None) -> Caller:
@@ -39,6 +40,7 @@ class KeylessRing:
 
 
 class KeyedRing:
+    readable = True
     keyless = False
 
     def check(self, authorization: str | None) -> Caller:
