@@ -235,7 +235,7 @@ def test_polls_that_wait_through_a_restart(away):
     body = {"worker_id": "w", "queues": ["q"], "lease_seconds": 60}
     long = apis[0].send_raw("POST", "/v1/jobs/claim", {**body, "wait_seconds": 25})
     short = apis[0].send_raw("POST", "/v1/jobs/claim", {**body, "queues": ["other"], "wait_seconds": 3})
-    time.sleep(0.2)
+    wait_for(lambda: apis[0].metric("fencepost_waiters") == 2, 5, 0.05)
     server.stop("immediate")
     wait_for(lambda: apis[0].call("GET", "/readyz").status == 503, 5, 0.05)
     assert read_answer(short)[0] == 503

@@ -96,7 +96,12 @@ async def test_b40_edits_while_a_task_is_held_by_a_lock(client_for, database_url
     async with client_for(loops=True, schedule_interval_seconds=0.1, prune_interval_seconds=3600.0) as client:
         with psycopg.connect(database_url) as blocker:
             await client.put("/v1/schedules/gone", json={"every_seconds": 3600, "task": "prune"})
-            await asyncio.sleep(0.3)  # the prune loop's first pass
+
+            async def pruned_once():
+                return blocker.execute("SELECT last_pass_at FROM loops WHERE name = 'prune'").fetchone()[0]
+
+            await wait_until(pruned_once)
+            blocker.commit()
             blocker.execute("LOCK TABLE claim_requests IN ACCESS EXCLUSIVE MODE")
             assert (await client.post("/v1/schedules/fencepost-prune/fire")).status_code == 202
             assert (await client.post("/v1/schedules/gone/fire")).status_code == 202

@@ -52,6 +52,15 @@ async def test_ready_and_draining():
         is_problem(await client.get("/readyz"), 503, "unavailable")
 
 
+async def test_not_ready_while_the_keys_cannot_be_read():
+    """Every call would be refused then, although the database answers again."""
+    app = make_app()
+    app.state.composed.keys.readable = False
+    async with client_of(app) as client:
+        assert "keys" in is_problem(await client.get("/readyz"), 503, "unavailable")["detail"]
+        assert (await client.get("/livez")).status_code == 200
+
+
 async def test_a_failing_loop_is_told_and_turns_only_the_strict_probe_red():
     app = make_app()
     app.state.composed.loops.rows = [LATE, FINE]
