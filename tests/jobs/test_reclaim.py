@@ -354,3 +354,14 @@ async def test_a_restore_leaves_no_locked_job_behind_unsaid(db, database_url):
     async with db.begin() as tx:
         row = await read(tx, locked)
     assert (row["status"], row["last_error"]) == ("queued", "taken back after a restore of the database")
+
+
+async def test_rows_set_aside_count_in_the_burst(db):
+    await braked_queue(db, 1)
+    jobs = await over_jobs(db, 3)
+    async with db.begin() as tx:
+        for job in jobs:
+            await tx.run(reclaim.sql.SET_ASIDE, {"id": job.id, "error": "e"})
+        await tx.run("UPDATE reclaim_set_aside SET next_try_at = fencepost_now()")
+    await reclaim.reclaim_pass(db, NO_GRACE)
+    assert await statuses(db) == {"queued": 1, "processing": 2}
