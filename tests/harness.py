@@ -205,3 +205,10 @@ def own_processes(mark: str) -> Iterator[tuple[int, str]]:
                 line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 if line and (mark in line or mark in str((folder / "cwd").readlink())):
                     yield int(folder.name), line
+
+
+def nobody_left(mark: str | Path) -> None:
+    """Wait until no process of `mark` is left. A moment is allowed: Python's own helper of the worker processes ends
+    when the pipe to its parent closes, that is after its parent.
+    """
+    wait_for(lambda: not list(own_processes(str(mark))), 10)

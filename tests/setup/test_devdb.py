@@ -16,7 +16,7 @@ import psycopg
 import pytest
 
 from app import devdb
-from tests.harness import ROOT, own_processes, wait_for
+from tests.harness import ROOT, nobody_left, wait_for
 
 SERVICE = """
 import sys, pathlib
@@ -97,10 +97,6 @@ def postmaster(folder: Path) -> int:
     return int((folder / "database" / "postmaster.pid").read_text().split()[0])
 
 
-def nobody_left(folder: Path) -> bool:
-    return not list(own_processes(str(folder)))
-
-
 def test_data_is_kept_and_nothing_runs_afterwards(own, folder):
     url = devdb.url_of(folder)
     own(folder).end()
@@ -108,7 +104,7 @@ def test_data_is_kept_and_nothing_runs_afterwards(own, folder):
     with psycopg.connect(url) as connection:
         connection.execute("CREATE TABLE kept AS SELECT 42 AS answer")
     owner.end()
-    assert nobody_left(folder)
+    nobody_left(folder)
     own(folder)
     with psycopg.connect(url) as connection:
         assert connection.execute("SELECT answer FROM kept").fetchone() == (42,)
@@ -135,7 +131,7 @@ def test_it_is_durable_and_reachable_by_nobody_else(own, folder):
 @linux
 def test_kill_9_of_the_service_leaves_no_orphan(own, folder):
     own(folder).kill()
-    wait_for(lambda: nobody_left(folder), 10)
+    nobody_left(folder)
 
 
 @linux
@@ -161,7 +157,7 @@ def test_the_attached_one_takes_over_when_the_owner_is_killed(own, folder):
     owner.kill()
     assert reborn(devdb.url_of(folder), before) < 3
     attached.end()
-    assert nobody_left(folder)
+    nobody_left(folder)
 
 
 def test_the_attached_one_takes_over_when_the_owner_ends(own, folder):

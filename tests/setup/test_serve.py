@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from app import __version__, devdb, serving
 from app.settings import Settings, misspelt
-from tests.harness import READY, ROOT, create_database, drop_database, own_processes, wait_for
+from tests.harness import READY, ROOT, create_database, drop_database, nobody_left, wait_for
 
 
 def fenced_in(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -101,7 +101,7 @@ def test_several_workers_end_together(serve):
     assert alive(service.url)
     service.process.terminate()
     assert service.process.wait(15) == 0
-    assert not list(own_processes(str(service.out.parent)))
+    nobody_left(service.out.parent)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="deaths are passed on by the Linux kernel")
@@ -338,7 +338,7 @@ class TestEmbedded:
         service = self.start(serve, tmp_path / "data")
         assert alive(service.url)
         assert service.stop() == 0
-        assert not list(own_processes(str(tmp_path / "data")))
+        nobody_left(tmp_path / "data")
 
     def test_another_one_serves_on_when_the_owner_is_killed(self, serve, tmp_path):
         folder = tmp_path / "data"
@@ -356,7 +356,7 @@ class TestEmbedded:
         assert time.monotonic() - began < 3
         wait_for(lambda: httpx2.get(f"{attached.url}/readyz").status_code == 200)
         assert attached.stop() == 0
-        assert not list(own_processes(str(folder)))
+        nobody_left(folder)
 
 
 def test_the_ready_line_says_where_the_data_is(serve, tmp_path):
