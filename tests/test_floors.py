@@ -12,7 +12,7 @@ FLOORS = {
     3: "jobs.model jobs.verdict schedules.cadence",
     4: "jobs.sql queues.sql keys.sql audit.record schedules.sql",
     5: "jobs.intake jobs.lease jobs.reclaim jobs.prune jobs.waiting queues.ops keys.ops",
-    6: "jobs.epoch jobs.hints schedules.tasks schedules.tick schedules.ops",
+    6: "jobs.epoch jobs.hints schedules.tasks schedules.firing schedules.tick schedules.ops",
     7: "web.jsontext web.pages web.shapes web.problems web.gate web.door web.contract",
     8: "jobs.schemas jobs.http queues.schemas queues.http schedules.schemas schedules.http web.health web.reference "
     "web.wire loops",
@@ -26,7 +26,8 @@ STEPS = {
     "web.contract": 5, "jobs.schemas": 0, "queues.schemas": 0, "serving": 0, "cli": 1, "web.health": 0,
     "jobs.http": 1, "queues.http": 1, "web.reference": 1, "loops": 0,
     "cli_schedules": 0,
-    "schedules.tasks": 0, "schedules.tick": 1, "schedules.ops": 2, "schedules.schemas": 1, "schedules.http": 2,
+    "schedules.tasks": 0, "schedules.firing": 0, "schedules.tick": 1, "schedules.ops": 2,
+    "schedules.schemas": 1, "schedules.http": 2,
 }  # fmt: skip
 
 

@@ -173,6 +173,15 @@ def overdue(cadence: Cadence, first_due: datetime, now: datetime) -> Overdue:
     return Overdue(slot, first, _latest_cron(cadence, slot - _SECOND), _reckoned(cadence, first, slot))
 
 
+def latest(cadence: Cadence, now: datetime) -> datetime:
+    """The latest slot of the grid that is not after `now`. Raises BadCadence where the grid begins later."""
+    if isinstance(cadence, Cron):
+        return _latest_cron(cadence, now)
+    if now < cadence.anchor:
+        raise BadCadence("every_seconds", "its grid begins later")
+    return cadence.anchor + (now - cadence.anchor) // cadence.every * cadence.every
+
+
 def _walls(expression: str, start: datetime, *, reverse: bool = False) -> Iterator[datetime]:
     """Wall-clock times after (or before) a wall-clock time. cronsim is asked without a zone: with one it leaves out
     times on days whose clock moves by half an hour."""

@@ -26,8 +26,8 @@ from app.jobs.model import new_id, new_token
 from app.jobs.sql import NOW
 from app.schedules import cadence as grid
 from app.schedules import sql
+from app.schedules.firing import new_job, read_cadence
 from app.schedules.tasks import NAMES as TASKS
-from app.schedules.tick import new_job, read_cadence
 
 NAMED = 20
 """So many schedules of each kind of trouble are named in the details of readiness."""

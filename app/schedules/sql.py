@@ -79,6 +79,9 @@ SELECT t.kind, t.name, t.since, t.job_id, t.error FROM (
      FROM schedules s WHERE s.enabled AND s.next_run_at < fencepost_now() - %(tolerance)s {_SECONDS}
      ORDER BY s.next_run_at LIMIT 1000)
     UNION ALL
+    (SELECT 'overdue', s.name, NULL, NULL, NULL FROM schedules s
+     WHERE s.enabled AND {_DAMAGED} AND s.next_run_at IS DISTINCT FROM '-infinity' LIMIT 1000)
+    UNION ALL
     (SELECT 'blocked', s.name, s.last_fired_at, j.id, NULL FROM schedules s JOIN jobs j ON j.id = s.blocked_by
      WHERE {_UNFINISHED_JOB} LIMIT 1000)
     UNION ALL
@@ -86,10 +89,11 @@ SELECT t.kind, t.name, t.since, t.job_id, t.error FROM (
 ) t
 """
 
-GAUGES = """
+GAUGES = f"""
 SELECT s.name, extract(epoch FROM s.last_fired_at)::float8 AS last_fired,
-    CASE WHEN s.enabled AND isfinite(s.next_run_at)
-        THEN greatest(0, extract(epoch FROM fencepost_now() - s.next_run_at))::float8 ELSE 0 END AS late,
+    CASE WHEN NOT s.enabled THEN 0
+        WHEN {_DAMAGED} THEN extract(epoch FROM fencepost_now() - coalesce(s.last_fired_at, s.created_at))::float8
+        ELSE greatest(0, extract(epoch FROM fencepost_now() - s.next_run_at))::float8 END AS late,
     s.worst_lateness_seconds AS worst
 FROM schedules s ORDER BY s.name LIMIT %(limit)s
 """
@@ -159,45 +163,67 @@ ON CONFLICT (schedule, slot_at) WHERE NOT manual DO NOTHING
 
 # Start-up is a state of the database: nobody passed for a while. Each overdue slot gets one grace, stored before
 # anybody waits for it. The statement reads and decides in one, so that an instance that was frozen in between, or
-# one that starts beside a live one, adopts nothing.
+# one that starts beside a live one, adopts nothing. Locked rows are passed over: whoever holds one must not keep the
+# others waiting.
+_ADOPTABLE = """s.enabled AND s.next_run_at <= fencepost_now() AND s.next_run_at > '-infinity' AND s.grace_for IS NULL
+    AND (%(names)s::text[] IS NULL OR s.name = ANY(%(names)s::text[]))"""
+
 ADOPT = f"""
 UPDATE schedules s SET grace_for = s.next_run_at,
     next_run_at = fencepost_now() + s.startup_grace_seconds {_SECONDS}
-WHERE s.enabled AND s.next_run_at <= fencepost_now() AND s.next_run_at > '-infinity' AND s.grace_for IS NULL
+WHERE {_ADOPTABLE}
+    AND s.name = ANY(ARRAY(SELECT s.name FROM schedules s WHERE {_ADOPTABLE} FOR UPDATE SKIP LOCKED))
     AND EXISTS (SELECT FROM loops l WHERE l.name = %(loop)s
         AND l.last_pass_at < fencepost_now() - %(outage_after)s {_SECONDS})
 RETURNING s.name
 """
 
+ADOPTABLE = f"SELECT s.name, s.edition FROM schedules s WHERE {_ADOPTABLE}"
+
 # Fail toward running: a time that can never come, or cannot be read, is soon.
+_REPAIRABLE = f"""s.enabled AND {_DAMAGED}
+    AND (%(names)s::text[] IS NULL OR s.name = ANY(%(names)s::text[]))"""
+
 REPAIR = f"""
-UPDATE schedules s SET next_run_at = fencepost_now() + s.startup_grace_seconds {_SECONDS}, grace_for = NULL,
-    error = 'next_run_at was ' || coalesce(s.next_run_at::text, 'null') || '; set to now + grace'
-WHERE s.enabled AND {_DAMAGED}
-RETURNING s.name
+WITH damaged AS MATERIALIZED (
+    SELECT s.name, s.edition FROM schedules s WHERE {_REPAIRABLE} FOR UPDATE SKIP LOCKED
+), repaired AS (
+    UPDATE schedules s SET next_run_at = fencepost_now() + s.startup_grace_seconds {_SECONDS}, grace_for = NULL,
+        error = 'next_run_at was ' || coalesce(s.next_run_at::text, 'null') || '; set to now + grace'
+    WHERE s.name = ANY(ARRAY(SELECT d.name FROM damaged d))
+    RETURNING s.name
+)
+SELECT d.name, d.edition, r.name IS NOT NULL AS changed FROM damaged d LEFT JOIN repaired r ON r.name = d.name
 """
+
+REPAIRABLE = f"SELECT s.name, s.edition FROM schedules s WHERE {_REPAIRABLE}"
 
 INTERRUPT = """
 UPDATE schedule_slots r SET outcome = 'interrupted', ended_at = fencepost_now(),
     reason = 'its process vanished: the lease of the run is over'
-WHERE r.task IS NOT NULL AND r.ended_at IS NULL AND r.lease_expires_at < fencepost_now()
+WHERE r.id = ANY(ARRAY(
+    SELECT l.id FROM schedule_slots l
+    WHERE l.task IS NOT NULL AND l.ended_at IS NULL AND l.lease_expires_at < fencepost_now()
+    FOR UPDATE SKIP LOCKED))
 RETURNING r.schedule AS name
 """
 
 _DUE = f"""
 SELECT {SCHEDULE}, s.next_run_at::text AS as_read FROM schedules s
-WHERE s.enabled AND s.next_run_at <= fencepost_now()"""
+WHERE s.enabled AND s.next_run_at <= fencepost_now() AND s.edition <> ALL(%(without)s::uuid[])
+ORDER BY s.next_run_at LIMIT %(limit)s"""
 
-DUE = f"""{_DUE} AND s.name <> ALL(%(without)s::text[])
-ORDER BY s.next_run_at LIMIT %(limit)s FOR UPDATE OF s SKIP LOCKED
-"""
+DUE = f"{_DUE} FOR UPDATE OF s SKIP LOCKED"
 
-# For when the row cannot even be locked: then nothing is advanced, and the unique slot alone keeps from doubling.
-DUE_UNLOCKED = f"""{_DUE} ORDER BY s.next_run_at LIMIT %(limit)s"""
+# For when the rows cannot even be locked: then nothing is advanced, and the unique slot alone keeps from doubling.
+DUE_UNLOCKED = _DUE
 
-DUE_ALONE = f"""{_DUE} AND s.name = %(name)s
-FOR UPDATE OF s SKIP LOCKED
-"""
+# By itself, also one whose time could not be repaired.
+ALONE_UNLOCKED = f"""
+SELECT {SCHEDULE}, s.next_run_at::text AS as_read FROM schedules s
+WHERE s.name = %(name)s AND s.enabled AND (s.next_run_at <= fencepost_now() OR {_DAMAGED})"""
+
+ALONE = f"{ALONE_UNLOCKED} FOR UPDATE OF s SKIP LOCKED"
 
 # After the locks and as a statement of its own: a run that was begun beside this transaction must be seen.
 UNFINISHED = f"""
@@ -230,7 +256,7 @@ UPDATE schedules s SET next_run_at = i.next, grace_for = NULL, error = NULL, ski
 FROM unnest(%(names)s::text[], %(as_read)s::text[], %(nexts)s::timestamptz[], %(firsts)s::timestamptz[],
     %(fires)s::boolean[], %(skip_rows)s::uuid[], %(blocked_by)s::uuid[])
     AS i(name, as_read, next, first, fires, skip_row, blocked_by)
-WHERE s.name = i.name AND s.enabled AND s.next_run_at = i.as_read::timestamptz
+WHERE s.name = i.name AND s.enabled AND s.next_run_at IS NOT DISTINCT FROM i.as_read::timestamptz
 RETURNING s.name
 """
 

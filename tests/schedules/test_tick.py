@@ -232,8 +232,11 @@ async def test_an_edit_that_comes_between_read_and_advance_wins(db, clock, caplo
     assert await jobs(db) == []
 
 
-async def test_a_firing_that_waits_for_a_lock_delays_the_others_by_a_second_at_most(db, clock, database_url):
-    await put(db, "blocked", queue="locked", every_seconds=60)
+@pytest.mark.parametrize("blocked", [1, 40])
+async def test_firings_that_wait_for_a_lock_delay_the_others_by_a_second_at_most(db, clock, database_url, blocked):
+    for number in range(blocked):
+        await put(db, f"blocked{number}", queue="locked", every_seconds=60)
+    clock.pass_(0.001)  # so that the others come after them
     for number in range(20):
         await put(db, f"free{number}", every_seconds=60)
     clock.pass_(60)
@@ -241,10 +244,17 @@ async def test_a_firing_that_waits_for_a_lock_delays_the_others_by_a_second_at_m
     with psycopg.connect(database_url) as other:
         other.execute("INSERT INTO queues (name) VALUES ('locked')")  # not committed: an enqueue there waits
         began = loop.time()
-        moved = (await ticker(db).tick()).moved
+        one = ticker(db)
+        moved = (await one.tick()).moved
         assert moved == 20
         assert loop.time() - began < 2.0
-    assert (await ticker(db).tick()).moved == 1
+        clock.pass_(60)
+        for aside in one._aside.values():
+            aside.next_try = 0.0
+        began = loop.time()
+        assert (await one.tick()).moved == 20, "those that wait are not tried together with the others again"
+        assert loop.time() - began < 2.0
+    assert (await ticker(db).tick()).moved == blocked
 
 
 # --- what is stored wrongly ------------------------------------------------------------------------------------------
@@ -290,6 +300,63 @@ async def test_a_broken_schedule_is_marked_and_stops_no_other(db, clock, damage)
     await ticker(db).tick()
     assert len(await jobs(db)) == 1
     assert (await read(db))["error"] is None
+
+
+async def test_more_broken_schedules_than_a_batch_holds_stop_no_other(db, clock):
+    await change(
+        db,
+        "INSERT INTO schedules (name, edition, queue, kind, payload, priority, every_seconds, anchor_at, next_run_at, "
+        "startup_grace_seconds, overlap, backoff_base_seconds, backoff_cap_seconds, enabled) "
+        "SELECT 'broken' || n, gen_random_uuid(), 'q', 'q', 'null', 4, 0, fencepost_now(), fencepost_now(), 60, "
+        "'allow', 2, 300, true FROM generate_series(1, 450) n",
+    )
+    await put(db, every_seconds=60)
+    clock.pass_(60)
+    async with asyncio.timeout(60):
+        await ticker(db).tick()
+    assert await jobs(db) == [START + seconds(60)]
+    found = await rows(db, "SELECT count(*)::int AS n FROM schedules WHERE error IS NOT NULL")
+    assert found == [{"n": 450}]
+
+
+@pytest.mark.parametrize("cadence", [{"every_seconds": 60}, {"cron": "* * * * *"}])
+@pytest.mark.parametrize("value", ["NULL", "'infinity'", "'-infinity'"])
+@pytest.mark.parametrize("how", ["RAISE EXCEPTION 'no';", "RETURN NULL;"])
+async def test_a_time_that_cannot_be_repaired_fires_each_slot_once(db, clock, database_url, value, how, cadence):
+    for name in ("bad", *(f"damaged{n}" for n in range(5)), "good"):
+        await put(db, name, **cadence)
+    await put(db, "late", every_seconds=86400)
+    await change(db, f"UPDATE schedules SET next_run_at = {value} WHERE name ~ '^(bad|damaged)'")
+    one = started(db)
+    await one.tick()
+    with psycopg.connect(database_url, autocommit=True) as admin:
+        admin.execute(REFUSES.format(how=how))
+        await change(db, f"UPDATE schedules SET next_run_at = {value} WHERE name ~ '^damaged'")
+        admin.execute(
+            f"ALTER TABLE schedules DISABLE TRIGGER USER; UPDATE schedules SET next_run_at = {value} "
+            "WHERE name = 'bad'; ALTER TABLE schedules ENABLE TRIGGER USER"
+        )
+        clock.set(START + seconds(119))  # away for a while, so that graces are given as well
+        for at in (119, 120, 121, 179, 180, 181, 240):
+            clock.set(START + seconds(at))
+            for aside in one._aside.values():
+                aside.next_try = 0.0
+            await one.tick()
+        assert await jobs(db, "bad") == [START + seconds(60 * n) for n in (1, 2, 3, 4)]
+        for name in ("good", *(f"damaged{n}" for n in range(5))):
+            row = await read(db, name)
+            assert not row["overdue"], name
+            assert await jobs(db, name), name
+        assert [row["slot_at"] for row in await rows(db, "SELECT slot_at FROM jobs WHERE schedule = 'late'")] == [
+            START + seconds(60)
+        ]
+        assert (await read(db, "bad"))["overdue"]
+        async with db.begin() as tx:
+            found = await ops.trouble(tx, tolerance=5.0)
+        assert [each["schedule"] for each in found["overdue"]] == ["bad"]
+        gauges = await rows(db, tick_module.sql.GAUGES, limit=500)
+        assert [row["name"] for row in gauges if row["late"]] == ["bad"]
+    admin.close()
 
 
 # --- overlap, pause, edit, fire --------------------------------------------------------------------------------------
