@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -29,6 +30,7 @@ Hearer = Callable[[str, dict[str, Any]], None]
 T = TypeVar("T")
 
 PING_SECONDS = 0.4
+CONNECT_SECONDS = 2.0
 GENERIC_PLAN = "; SET LOCAL plan_cache_mode = force_generic_plan"
 
 READY = """
@@ -63,17 +65,21 @@ class Tx:
         self._connection = connection
         self._prepare = prepare
         self.facts: list[tuple[str, dict[str, Any]]] = []
+        self.statements = 0
 
     async def rows(self, sql: str, params: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        self.statements += 1
         cursor = await self._connection.execute(sql, params, prepare=self._prepare)
         return await cursor.fetchall()
 
     async def row(self, sql: str, params: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+        self.statements += 1
         cursor = await self._connection.execute(sql, params, prepare=self._prepare)
         return await cursor.fetchone()
 
     async def run(self, sql: str, params: Mapping[str, Any] | None = None) -> int:
         """The number of rows changed: the verdict of a guarded statement."""
+        self.statements += 1
         cursor = await self._connection.execute(sql, params, prepare=self._prepare)
         return cursor.rowcount
 
@@ -149,8 +155,10 @@ class Database:
             "lock_timeout": "1s",
             "idle_in_transaction_session_timeout": "10s",
         }
+        self._kwargs = dict(kwargs)
+        self._timeouts = timeouts
         if prepared:
-            kwargs["options"] = " ".join(f"-c {name}={value}" for name, value in timeouts.items())
+            kwargs["options"] = _options(timeouts)
         else:
             # Behind a pooler neither start-up options nor SET hold; SET LOCAL goes with the transaction.
             self._begin = "; ".join(["BEGIN", *(f"SET LOCAL {name} = '{value}'" for name, value in timeouts.items())])
@@ -161,12 +169,33 @@ class Database:
             kwargs=kwargs,
             min_size=1,
             max_size=pool_size,
-            timeout=2.0,
+            timeout=CONNECT_SECONDS,
             open=False,
             configure=self._configure,
             reconnect_timeout=10.0,
             name="fencepost",
         )
+
+    def own(self, **options: str) -> "Own":
+        """A connection beside the pool. `options` are set for its session, unless a pooler is in between."""
+        return Own(self, options)
+
+    async def connect(self, options: Mapping[str, str]) -> Connection:
+        """A connection as those of the pool, with more settings. Raises Unavailable, within CONNECT_SECONDS."""
+        kwargs = dict(self._kwargs)
+        if self._prepare is None:
+            kwargs |= {"options": _options({**self._timeouts, **options}), "prepare_threshold": 0}
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                connection: Connection = await psycopg.AsyncConnection.connect(self.url, **kwargs)
+                try:
+                    await self._configure(connection)
+                except BaseException:
+                    await connection.close()
+                    raise
+        except (psycopg.Error, OSError, TimeoutError) as error:
+            raise Unavailable("The database cannot be reached.") from error
+        return connection
 
     async def _configure(self, connection: Connection) -> None:
         for look in self._on_connect:
@@ -227,6 +256,9 @@ class Database:
                 raise
         finally:
             await self._pool.putconn(connection)
+        self.publish(tx)
+
+    def publish(self, tx: Tx) -> None:
         for fact, facts in tx.facts:
             for hear in self.hearers:
                 hear(fact, facts)
@@ -258,11 +290,11 @@ class Database:
         except BaseException:
             await connection.close()
 
-    async def again(self, act: Callable[[Tx], Awaitable[T]]) -> T:
+    async def again(self, act: Callable[[Tx], Awaitable[T]], *, generic_plan: bool = False) -> T:
         """Run `act` in a transaction; a deadlock or serialisation failure is tried anew, three times in all."""
         for attempt in range(3):
             try:
-                async with self.begin() as tx:
+                async with self.begin(generic_plan=generic_plan) as tx:
                     return await act(tx)
             except Unavailable as refusal:
                 cause = refusal.__cause__
@@ -276,3 +308,106 @@ class Database:
         async with self.begin(within=PING_SECONDS) as tx:
             row = await tx.row(READY, {"revision": REVISION})
         return {"writable": bool(row and row["writable"]), "revision_ok": bool(row and row["revision_ok"])}
+
+
+class Own:
+    """A connection of one user, who sends one piece of work after another. It is made when it is first used, and anew
+    when it was lost.
+
+    Where nothing stands in the way each statement is a transaction of its own, committed when its result is here: a
+    third of the round trips of BEGIN, statement, COMMIT. Behind a pooler and under a pretended clock, whose settings
+    go with a transaction, it is the three.
+    """
+
+    def __init__(self, db: Database, options: Mapping[str, str]) -> None:
+        self._db = db
+        self._options = options
+        self._connection: Connection | None = None
+
+    async def run(self, act: Callable[[Tx], Awaitable[T]]) -> T:
+        """What `act` answers; its facts are told.
+
+        Raises NotConnected (nothing was done), OutcomeUnknown (lost on the way), PartlyDone (a statement after the
+        first one failed, and the first was a transaction of its own), or what `act` raised, with nothing done.
+        """
+        connection = await self._alive()
+        tx = Tx(connection, self._db._prepare)
+        split = self._db._begin == "BEGIN"
+        try:
+            with _Deadline(connection, self._db._answer_within):
+                if split:
+                    answer = await act(tx)
+                else:
+                    await connection.execute(self._db._begin)
+                    answer = await act(tx)
+                    await connection.execute("COMMIT")
+        except BaseException as error:
+            lost = connection.closed or connection.info.transaction_status == psycopg.pq.TransactionStatus.UNKNOWN
+            if lost or not isinstance(error, Exception) or not (split or await self._rolled_back(connection)):
+                self._connection = None
+                await connection.close()
+            if lost and isinstance(error, (psycopg.Error, OSError)) and not _said_by_server(error):
+                raise OutcomeUnknown(
+                    "The connection was lost: this may or may not have happened. "
+                    "Repeat the same call with the same keys."
+                ) from error
+            if split and tx.statements > 1 and isinstance(error, Exception):
+                self._db.publish(tx)
+                raise PartlyDone from error
+            raise
+        self._db.publish(tx)
+        return answer
+
+    async def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+
+    async def _alive(self) -> Connection:
+        connection = self._connection
+        if connection is not None and (connection.closed or not _quiet(connection)):
+            self._connection = None
+            await connection.close()
+            connection = None
+        if connection is None:
+            try:
+                connection = self._connection = await self._db.connect(self._options)
+            except Unavailable as refusal:
+                raise NotConnected(refusal.detail) from refusal.__cause__
+        return connection
+
+    @staticmethod
+    async def _rolled_back(connection: Connection) -> bool:
+        try:
+            with _Deadline(connection, 2.0):
+                await connection.execute("ROLLBACK")
+        except psycopg.Error:
+            return False
+        return True
+
+
+class NotConnected(Unavailable):
+    """There is no connection, so nothing was done."""
+
+
+class PartlyDone(Exception):
+    """The cause came after a statement that is committed."""
+
+
+def _options(values: Mapping[str, str]) -> str:
+    return " ".join(f"-c {name}={value}" for name, value in values.items())
+
+
+def _said_by_server(error: BaseException) -> bool:
+    """An error that the server reported was reported in place of a commit."""
+    return isinstance(error, psycopg.Error) and error.sqlstate is not None
+
+
+def _quiet(connection: Connection) -> bool:
+    """Whether nothing came while nobody asked: what comes then is the server's farewell, or the end."""
+    try:
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLIN)
+        return not poll.poll(0)
+    except (OSError, psycopg.Error):
+        return False

@@ -11,13 +11,14 @@ from fastapi import FastAPI
 from app import __version__, telemetry
 from app.db import Database
 from app.errors import Unavailable
-from app.jobs import epoch
+from app.jobs import epoch, intake, lease
 from app.jobs.hints import LATER, Hints
 from app.jobs.http import all_doors as job_doors
 from app.jobs.prune import prune_pass
 from app.jobs.reclaim import Pacing, reclaim_pass
 from app.jobs.waiting import DueClock, WaitingRoom
 from app.keys.ops import KeyRing
+from app.lanes import Lane
 from app.loops import Loop, LoopSet
 from app.queues import sql as queues_sql
 from app.queues.http import doors as queue_doors
@@ -39,6 +40,8 @@ GAUGE_QUEUES = 5_000
 GAUGE_SECONDS = 0.35
 GAUGE_CAP = 1_000
 GAUGE_SCHEDULES = 500
+MOST_CLAIMED = 1_000
+"""Jobs that one gathered claim takes at most, as many as one call may ask for."""
 
 _UNCOUNTED = frozenset({"claimable", "due_later"})
 """Facts that wake somebody; all others are counted."""
@@ -65,6 +68,29 @@ class Service:
         listen_url = settings.direct_url or (settings.database_url if settings.prepared_statements else None)
         self.hints = Hints(self.db, listen_url, self.waiting, self.clock.sooner)
         self.clock.hints_live = lambda: self.hints.live
+        # The hot calls, gathered; batches, and claims with a `request_id`, take the pool.
+        self.enqueues = Lane(self.db, "enqueue", intake.enqueue, weight=lambda job: len(job.payload))
+        self.claims = Lane(
+            self.db,
+            "claim",
+            lease.claim_gathered,
+            lease.claim_together,
+            key=lambda wish: wish.queues,
+            weight=lambda wish: wish.call.max_jobs,
+            most_weight=MOST_CLAIMED,
+            generic_plan=True,
+            lost=lambda wish, grant: lease.give_back(self.db, grant.jobs),
+        )
+        self.heartbeats = Lane(self.db, "heartbeat", lease.heartbeat, repeatable=True)
+        self.endings = Lane(
+            self.db,
+            "end",
+            lease.end,
+            key=lambda ending: ending.verb,
+            weight=lambda ending: len(ending.result or ending.error_message or ""),
+            repeatable=True,
+        )
+        self._lanes = (self.enqueues, self.claims, self.heartbeats, self.endings)
         # Claims take at most half of the connections, so that heartbeats and completions always find one.
         # Lists take at most a quarter: a dozen readers of heavy pages must not cost a worker its lease.
         self.reads_at_once = asyncio.Semaphore(max(1, settings.pool_size // 4))
@@ -152,6 +178,8 @@ class Service:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.runs.stop()
+        for lane in self._lanes:
+            await lane.close()
         await self.db.close()
 
     async def details(self) -> dict[str, Any]:

@@ -89,6 +89,13 @@ _lateness = Histogram(
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 300, 3600),
     registry=registry,
 )
+_gathered = Histogram(
+    "fencepost_lane_calls",
+    "Calls that went to the database together in one statement, by lane.",
+    ("lane",),
+    buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256, 500),
+    registry=registry,
+)
 _queues: set[str] = set()
 _LOOPS = frozenset({"reclaim", "prune", "schedule", "wake", "keys", "listen", "flush"})
 _children: dict[tuple[Any, ...], Any] = {}
@@ -137,6 +144,14 @@ def observe_request(operation: str, status: int, seconds: float) -> None:
     if child is None:
         child = _children[key] = _requests.labels(operation, f"{status // 100}xx")
     child.observe(seconds)
+
+
+def observe_gathered(lane: str, calls: int) -> None:
+    """`lane` is one of the service's own."""
+    child = _children.get(("lane", lane))
+    if child is None:
+        child = _children["lane", lane] = _gathered.labels(lane)
+    child.observe(calls)
 
 
 def observe_lateness(seconds: float) -> None:

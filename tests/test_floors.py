@@ -8,7 +8,7 @@ APP = Path(__file__).resolve().parents[1] / "app"
 FLOORS = {
     0: "__init__ errors settings telemetry",
     1: "tables",
-    2: "db migrations",
+    2: "db migrations lanes",
     3: "jobs.model jobs.verdict schedules.cadence",
     4: "jobs.sql queues.sql keys.sql audit.record schedules.sql",
     5: "jobs.intake jobs.lease jobs.reclaim jobs.prune jobs.waiting queues.ops keys.ops",
@@ -24,7 +24,7 @@ FLOORS = {
 STEPS = {
     "web.pages": 0, "web.jsontext": 0, "web.shapes": 1, "web.problems": 2, "web.gate": 3, "web.door": 4,
     "web.contract": 5, "jobs.schemas": 0, "queues.schemas": 0, "serving": 0, "cli": 1, "web.health": 0,
-    "jobs.http": 1, "queues.http": 1, "web.reference": 1, "loops": 0,
+    "lanes": 1, "jobs.http": 1, "queues.http": 1, "web.reference": 1, "loops": 0,
     "cli_schedules": 0,
     "schedules.tasks": 0, "schedules.firing": 0, "schedules.tick": 1, "schedules.ops": 2,
     "schedules.schemas": 1, "schedules.http": 2,

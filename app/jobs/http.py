@@ -3,11 +3,10 @@
 import asyncio
 import random
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import UUID
 
-from app.db import Tx
 from app.errors import InvalidInput, Refusal
 from app.jobs import intake, lease, schemas
 from app.jobs.model import Beat, ClaimCall, Ending, NewJob
@@ -143,7 +142,11 @@ async def enqueue_job(call: Call) -> Answer:
         raise InvalidInput.at("header.Idempotency-Key", "is given twice")
     key = check_key("header.Idempotency-Key", keys[0]) if keys else None
     job = _new_job(call.body, "body", key, _traceparent(call))
-    [outcome] = await call.app.db.again(lambda tx: intake.enqueue(tx, [job], place="body"))
+    if job.available_at is None:
+        outcome = await call.app.enqueues(job)
+    else:
+        # To be compared with the database's clock first.
+        [outcome] = await call.app.db.again(lambda tx: intake.enqueue(tx, [job], place="body"))
     row = _one(outcome)
     view = {**job_view(row), "deduplicated": row["deduplicated"]}
     return Answer(200 if row["deduplicated"] else 201, view, {"location": f"/v1/jobs/{row['id']}"})
@@ -292,10 +295,13 @@ async def claim_jobs(call: Call) -> Answer:
     grants: list[lease.Grant] = []
 
     async def attempt() -> set[str]:
-        async with call.app.claims_at_once:
-            if gone.is_set():
-                return set()
-            grants.append(await lease.claim_once(call.app.db, queues, claim))
+        if claim.request_id is None:
+            grants.append(await call.app.claims(lease.Wish(tuple(queues), claim)))
+        else:
+            async with call.app.claims_at_once:
+                if gone.is_set():
+                    return set()
+                grants.append(await lease.claim_once(call.app.db, queues, claim))
         return {job["queue"] for job in grants[-1].jobs} or ({""} if grants[-1].replayed else set())
 
     gone = asyncio.Event()
@@ -356,7 +362,7 @@ async def heartbeat_job(call: Call) -> Answer:
     `cancel_requested` asks the worker to stop. A 409 means: drop the work.
     """
     beat = _beat(call.path["id"], call.body)
-    [outcome] = await call.app.db.again(lambda tx: lease.heartbeat(tx, [beat]))
+    outcome = await call.app.heartbeats(beat)
     return Answer(200, beat_view(_one(outcome)))
 
 
@@ -372,9 +378,6 @@ async def heartbeat_jobs(call: Call) -> Answer:
     beats = [_beat(item.id, item) for item in call.body.items]
     outcomes = await call.app.db.again(lambda tx: lease.heartbeat(tx, beats)) if beats else []
     return results_view([beat.job_id for beat in beats], outcomes, beat_view)
-
-
-End = Callable[[Tx, Sequence[Ending]], Awaitable[list[Outcome]]]
 
 
 def _complete(job_id: UUID, body: schemas.Complete) -> Ending:
@@ -412,13 +415,12 @@ def _release(job_id: UUID, body: schemas.Release) -> Ending:
     )
 
 
-async def _end_one(call: Call, end: End, ending: Ending) -> Answer:
-    [outcome] = await call.app.db.again(lambda tx: end(tx, [ending]))
-    return Answer(200, _one(outcome))
+async def _end_one(call: Call, ending: Ending) -> Answer:
+    return Answer(200, _one(await call.app.endings(ending)))
 
 
-async def _end_many(call: Call, end: End, endings: list[Ending]) -> Answer:
-    outcomes = await call.app.db.again(lambda tx: end(tx, endings)) if endings else []
+async def _end_many(call: Call, endings: list[Ending]) -> Answer:
+    outcomes = await call.app.db.again(lambda tx: lease.end(tx, endings)) if endings else []
     return results_view([ending.job_id for ending in endings], outcomes, dict)
 
 
@@ -431,7 +433,7 @@ async def complete_job(call: Call) -> Answer:
 
     The same call may be repeated and gets its first answer. After `lease-lost` drop the work.
     """
-    return await _end_one(call, lease.complete, _complete(call.path["id"], call.body))
+    return await _end_one(call, _complete(call.path["id"], call.body))
 
 
 @work.post(
@@ -443,7 +445,7 @@ async def complete_job(call: Call) -> Answer:
 )
 async def complete_jobs(call: Call) -> Answer:
     """Complete up to 1 000 jobs; one stale token spoils no other."""
-    return await _end_many(call, lease.complete, [_complete(item.id, item) for item in call.body.items])
+    return await _end_many(call, [_complete(item.id, item) for item in call.body.items])
 
 
 @work.post(
@@ -460,7 +462,7 @@ async def fail_job(call: Call) -> Answer:
 
     The job waits for its next attempt, or ends in `failed` when none is left or `retryable` is false.
     """
-    return await _end_one(call, lease.fail, _fail(call.path["id"], call.body))
+    return await _end_one(call, _fail(call.path["id"], call.body))
 
 
 @work.post(
@@ -473,7 +475,7 @@ async def fail_job(call: Call) -> Answer:
 )
 async def fail_jobs(call: Call) -> Answer:
     """Report up to 1 000 failed attempts; one stale token spoils no other."""
-    return await _end_many(call, lease.fail, [_fail(item.id, item) for item in call.body.items])
+    return await _end_many(call, [_fail(item.id, item) for item in call.body.items])
 
 
 @work.post(
@@ -489,7 +491,7 @@ async def release_job(call: Call) -> Answer:
 
     Up to the tenth release in a row the attempt is not counted.
     """
-    return await _end_one(call, lease.release, _release(call.path["id"], call.body))
+    return await _end_one(call, _release(call.path["id"], call.body))
 
 
 @work.post(
@@ -502,7 +504,7 @@ async def release_job(call: Call) -> Answer:
 )
 async def release_jobs(call: Call) -> Answer:
     """Give up to 1 000 attempts back; one stale token spoils no other."""
-    return await _end_many(call, lease.release, [_release(item.id, item) for item in call.body.items])
+    return await _end_many(call, [_release(item.id, item) for item in call.body.items])
 
 
 # --- the operator ----------------------------------------------------------------------------------------------------

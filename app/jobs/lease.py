@@ -19,6 +19,7 @@ from app.errors import IdempotencyMismatch, LeaseLost, Refusal, Unavailable
 from app.jobs import sql
 from app.jobs.model import Beat, ClaimCall, Ending, new_token, token_digest
 from app.jobs.verdict import answer, judge
+from app.lanes import Beside
 
 PRIORITIES = tuple(range(9, -1, -1))
 
@@ -34,11 +35,14 @@ class Grant:
     replayed: bool = False
 
 
-async def claim(tx: Tx, queues: Sequence[str], calls: Sequence[ClaimCall]) -> list[Grant]:
-    """Deal due jobs of `queues` (tried in the order given) to the callers, first come first served."""
+async def claim(tx: Tx, queues: Sequence[str], calls: Sequence[ClaimCall], *, in_one: bool = False) -> list[Grant]:
+    """Deal due jobs of `queues` (tried in the order given) to the callers, first come first served.
+
+    With `in_one` one statement must do, which may be a transaction of its own; raises Beside where a queue is limited.
+    """
     owners = [index for index, call in enumerate(calls) for _ in range(call.max_jobs)]
     seats = [(new_token(), calls[index].worker_id, calls[index].lease_seconds) for index in owners]
-    rows, server_time = await _take(tx, queues, seats, locked=False)
+    rows, server_time = await _take(tx, queues, seats, locked=False, in_one=in_one)
     grants: list[list[dict[str, Any]]] = [[] for _ in calls]
     for row in rows:
         grants[owners[row["place"] - 1]].append(row)
@@ -47,11 +51,29 @@ async def claim(tx: Tx, queues: Sequence[str], calls: Sequence[ClaimCall]) -> li
     return [Grant(jobs, server_time) for jobs in grants]
 
 
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A claim that may be gathered with others of the same queues: it has no `request_id`."""
+
+    queues: tuple[str, ...]
+    call: ClaimCall
+
+
+async def claim_gathered(tx: Tx, wishes: Sequence[Wish]) -> list[Grant]:
+    """The claims of all, who name the same queues, in one statement. Raises Beside where a queue has a limit."""
+    return await claim(tx, wishes[0].queues, [wish.call for wish in wishes], in_one=True)
+
+
+async def claim_together(tx: Tx, wishes: Sequence[Wish]) -> list[Grant]:
+    """The same in as many statements as it takes, all in the transaction."""
+    return await claim(tx, wishes[0].queues, [wish.call for wish in wishes])
+
+
 _Seat = tuple[UUID, str, float | None]
 
 
 async def _take(
-    tx: Tx, queues: Sequence[str], seats: Sequence[_Seat], *, locked: bool
+    tx: Tx, queues: Sequence[str], seats: Sequence[_Seat], *, locked: bool, in_one: bool = False
 ) -> tuple[list[dict[str, Any]], datetime]:
     rows = await tx.rows(
         sql.CLAIM,
@@ -67,6 +89,8 @@ async def _take(
     )
     server_time = rows[0]["server_time"]
     if rows[0]["limited"]:
+        if in_one:
+            raise Beside
         return await _take_limited(tx, queues, seats), server_time
     return [row for row in rows if row["id"] is not None], server_time
 
@@ -195,6 +219,14 @@ async def fail(tx: Tx, endings: Sequence[Ending]) -> list[Outcome]:
 
 async def release(tx: Tx, endings: Sequence[Ending]) -> list[Outcome]:
     return await _end(tx, sql.RELEASE, endings)
+
+
+_ENDS = {"complete": complete, "fail": fail, "release": release}
+
+
+async def end(tx: Tx, endings: Sequence[Ending]) -> list[Outcome]:
+    """Endings of one verb, as that verb."""
+    return await _ENDS[endings[0].verb](tx, endings)
 
 
 async def _end(tx: Tx, statement: str, endings: Sequence[Ending]) -> list[Outcome]:
