@@ -133,6 +133,18 @@ def soak(context: typer.Context) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "tests.reliability.soak", *context.args])
 
 
+@cli.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Measure, against floors in the same run.
+
+    A table and JSON: how fast this machine is with us, and with bare routes and PostgreSQL alone.
+    """
+    if not (ROOT / "bench").is_dir():
+        fail("bench runs from a checkout; this installation has none")
+    os.environ["PYTHONPATH"] = str(ROOT)
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "bench", *context.args])
+
+
 @cli.command()
 def openapi() -> None:
     """Print the OpenAPI document."""
