@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,7 +151,7 @@ class Cluster:
 
     def create(self) -> str:
         """A new database; its URL."""
-        name = f"fencepost_bench_{os.getpid()}_{len(self.made)}"
+        name = f"fencepost_bench_{uuid.uuid4().hex[:16]}"
         self._run(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
         self.made.append(name)
         return re.sub(r"^(\w+://[^/?]*)(/[^?]*)?", rf"\1/{name}", self.url)
