@@ -295,6 +295,14 @@ def test_a_table_that_runs_dry_is_no_fast_run(scripts, table, name):
     assert any(sign in ran.problem for sign in context.DRY), ran
 
 
+def test_a_password_is_on_no_command_line():
+    address, secret = rig.without_password("postgresql://me:a%20secret@host:5433/name?sslmode=require")
+    assert "secret" not in address
+    assert {"host=host", "port=5433", "user=me", "dbname=name", "sslmode=require"} <= set(address.split())
+    assert secret == {"PGPASSWORD": "a secret"}
+    assert rig.without_password("postgresql://me@host/name")[1] == {}
+
+
 def test_the_fallback_reads_the_scripts():
     read = script.steps((rig.FLOORS / "heartbeat_1.sql").read_text())
     assert [kind for kind, _ in read] == ["set n", "run"]
