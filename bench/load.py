@@ -265,6 +265,7 @@ class Loads:
             for seat in drive.seats:
                 seat.idle = True  # a connection that is lost from here on is no fault
                 seat.transport.abort()
+        await asyncio.sleep(0)
         return self._told(drive, marks)
 
     def _told(self, drive: Drive, marks: list[tuple[float, float, float, tuple[float, float]]]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,7 +151,7 @@ class Cluster:
 
     def create(self) -> str:
         """A new database; its URL."""
-        name = f"fencepost_bench_{os.getpid()}_{len(self.made)}"
+        name = f"fencepost_bench_{uuid.uuid4().hex[:16]}"
         self._run(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
         self.made.append(name)
         return re.sub(r"^(\w+://[^/?]*)(/[^?]*)?", rf"\1/{name}", self.url)
@@ -201,6 +202,13 @@ def cluster(given: str | None, folder: Path) -> Iterator[Cluster]:
 # --- pgbench ---------------------------------------------------------------------------------------------------------
 
 
+def without_password(url: str) -> tuple[str, dict[str, str]]:
+    """An address for a command line, which others can read, and what goes into the process's environment instead."""
+    parts = psycopg.conninfo.conninfo_to_dict(url)
+    password = parts.pop("password", None)
+    return psycopg.conninfo.make_conninfo("", **parts), {"PGPASSWORD": str(password)} if password else {}
+
+
 @dataclass(frozen=True, slots=True)
 class ScriptRun:
     rate: float
@@ -239,11 +247,12 @@ class Scripts:
     def run(self, url: str, script: str, clients: int, seconds: float, **variables: str) -> ScriptRun:
         """pgbench knows whole seconds only; for less than one it is given a number of transactions."""
         path = str(FLOORS / script)
+        address, secret = without_password(url)
         if self.pgbench is None:
-            command = [sys.executable, "-P", "-m", "bench.floors.script", "--url", url, "--script", path]
+            command = [sys.executable, "-P", "-m", "bench.floors.script", "--url", address, "--script", path]
             command += ["--clients", str(clients), "--seconds", str(seconds)]
             command += [f"--define={name}={value}" for name, value in variables.items()]
-            done = subprocess.run(command, env=environment({}), capture_output=True, text=True, check=False)
+            done = subprocess.run(command, env=environment(secret), capture_output=True, text=True, check=False)
             if done.returncode != 0:
                 return ScriptRun(0.0, (done.stderr.strip().splitlines() or ["it says nothing"])[-1])
             told = json.loads(done.stdout)
@@ -251,7 +260,7 @@ class Scripts:
         command = [self.pgbench, "-n", "-M", "prepared", "-f", path, "-c", str(clients), "-j", str(min(2, clients))]
         command += ["-T", str(round(seconds))] if seconds >= 1 else ["-t", str(max(5, int(seconds * 100)))]
         command += [part for name, value in variables.items() for part in ("-D", f"{name}={value}")]
-        done = subprocess.run([*command, url], env=environment({}), capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, address], env=environment(secret), capture_output=True, text=True, check=False)
         rate = re.search(r"^tps = ([0-9.]+)", done.stdout, re.MULTILINE)
         if done.returncode != 0 or rate is None:
             said = [line for line in done.stderr.splitlines() if "ERROR" in line or "error" in line] or [done.stderr]

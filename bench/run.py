@@ -38,7 +38,7 @@ def main() -> NoReturn:
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
+        signal.signal(each, lambda number, frame: None)
     raise SystemExit(128 + number)
 
 
@@ -100,8 +100,7 @@ def run(given: argparse.Namespace) -> int:
             group = importlib.import_module(f"bench.groups.{name.replace('-', '_')}")
             rows += group.run(bench)
             spent[name] = round(time.monotonic() - began, 1)
-            if cluster.embedded or not given.keep:
-                cluster.drop_all()
+            cluster.drop_all()
     document = described(rows, names, spent, facts, size)
     print(compare.table(rows))
     for row in rows:

@@ -25,15 +25,18 @@ class Spread:
     least: float
     most: float
     count: int
+    values: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
         if not values:
             return cls(math.nan, math.nan, math.nan, 0)
-        return cls(statistics.median(values), min(values), max(values), len(values))
+        return cls(statistics.median(values), min(values), max(values), len(values), tuple(values))
 
     def described(self) -> dict[str, Any]:
-        return {name: None if value != value else value for name, value in asdict(self).items()}
+        """As JSON, with every value in the order of the rounds, so that a reader can check the arithmetic."""
+        whole = {name: None if value != value else value for name, value in asdict(self).items() if name != "values"}
+        return {**whole, "values": [None if value != value else value for value in self.values]}
 
 
 def ratios(ours: Sequence[float], floor: Sequence[float]) -> Spread:

@@ -26,9 +26,10 @@ def run(bench: Bench) -> list[Row]:
         def statement() -> Figure:
             table.processing(ROWS)
             time.sleep(0.1)
-            command = [sys.executable, "-P", "-m", "bench.floors.pooled_statement", table.url, "1", str(ROWS)]
+            address, secret = rig.without_password(table.url)
+            command = [sys.executable, "-P", "-m", "bench.floors.pooled_statement", address, "1", str(ROWS)]
             command += [str(size.warm), str(size.window)]
-            done = subprocess.run(command, env=rig.environment({}), capture_output=True, text=True, check=True)
+            done = subprocess.run(command, env=rig.environment(secret), capture_output=True, text=True, check=True)
             told = json.loads(done.stdout)
             latencies = [1000 * each for each in told["latencies"]]
             return Figure(quantile(latencies, 0.5), (told["problem"],) if told["problem"] else ())
