@@ -29,7 +29,7 @@ from app.schedules.tasks import Runs, built_in
 from app.schedules.tick import Ticker, tolerance
 from app.settings import Settings
 from app.web.contract import describe
-from app.web.door import mount
+from app.web.door import App, mount
 from app.web.health import Gauge, health_doors
 from app.web.reference import reference_doors
 
@@ -258,7 +258,7 @@ def create_app(settings: Settings) -> FastAPI:
         finally:
             await service.stop(tasks)
 
-    app = FastAPI(title="Fencepost", version=__version__, lifespan=lifespan, openapi_url=None)
+    app = App(title="Fencepost", version=__version__, lifespan=lifespan, openapi_url=None)
     app.state.service = service
     app.state.drain = service.drain
     doors = [*job_doors, *queue_doors.doors, *schedule_doors.doors, *health_doors(service).doors]

@@ -23,17 +23,17 @@ import secrets
 import time
 import types
 import typing
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import parse_qsl
 
 import orjson
 from fastapi import FastAPI
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import InvalidInput, Refusal, TooLarge, UnsupportedMediaType
 from app.keys.ops import Caller
@@ -42,6 +42,10 @@ from app.web import gate, jsontext, problems
 from app.web.shapes import ID_SAYS, NAME, NAME_SAYS, Answered, RawJson, Strict, parse_id
 
 log = get_logger("fencepost.http")
+
+T = TypeVar("T")
+REPLY = "fencepost.reply"
+"""The server's extension that takes a whole answer at once (`web/wire.py`)."""
 
 MIB = 1 << 20
 BODY_SECONDS = 15.0
@@ -182,7 +186,7 @@ class Doors:
         return self._door("DELETE", path, **kwargs)
 
 
-def mount(app: FastAPI, doors: Iterable[Door], composed: Any) -> None:
+def mount(app: "App", doors: Iterable[Door], composed: Any) -> None:
     """Serve the doors in front of the app's own routes, and make its own 404 a problem document too.
 
     `composed` has at least `keys` (a KeyRing). Raises ValueError for two doors of the same name, or method and path.
@@ -190,21 +194,22 @@ def mount(app: FastAPI, doors: Iterable[Door], composed: Any) -> None:
     switch = Switch(doors, composed)
     app.router.redirect_slashes = False
     app.router.default = switch.unknown
-    app.add_middleware(_Front, switch=switch)
+    app.switch = switch
 
 
-class _Front:
-    """Takes the paths of doors; all others go to the app, whose end of the line is `Switch.unknown`."""
+class App(FastAPI):
+    """Takes the paths of doors before any middleware, which would cost a hot call more than its handler; all others go
+    the way of FastAPI, whose end of the line is `Switch.unknown`."""
 
-    def __init__(self, app: ASGIApp, switch: "Switch") -> None:
-        self.app = app
-        self.switch = switch
+    switch: "Switch | None" = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.switch.find(scope["path"]) is not None:
-            await self.switch(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+        if scope["type"] == "http" and self.switch is not None:
+            found = self.switch.find(scope["path"])
+            if found is not None:
+                await self.switch.serve(scope, receive, send, found)
+                return
+        await super().__call__(scope, receive, send)
 
 
 # Parsing a request ----------------------------------------------------------------------------------------
@@ -339,10 +344,24 @@ async def _read_body(receive: Receive, headers: Mapping[str, str], limit: int) -
         raise TooLarge(f"The body has {length[:20]} bytes; this route takes at most {limit}.", limit=limit)
     parts: list[bytes] = []
     size = 0
+    # A small body is here with its head, mostly: then there is nothing to wait for, and no timer is set.
+    first = cast("types.CoroutineType[Any, Any, Message]", receive())
+    try:
+        pending = first.send(None)
+    except StopIteration as here:
+        message: Message | None = here.value
+        if message is not None and message["type"] == "http.request" and not message.get("more_body", False):
+            body: bytes = message.get("body", b"")
+            if len(body) > limit:
+                raise TooLarge(f"The body is larger than {limit} bytes.", limit=limit) from None
+            return body
+    else:
+        message = None
     try:
         async with asyncio.timeout(BODY_SECONDS):
+            if message is None:
+                message = await _resumed(first, pending)
             while True:
-                message = await receive()
                 if message["type"] == "http.disconnect":
                     raise _Gone
                 part = message.get("body", b"")
@@ -353,8 +372,24 @@ async def _read_body(receive: Receive, headers: Mapping[str, str], limit: int) -
                     parts.append(part)
                 if not message.get("more_body", False):
                     return parts[0] if len(parts) == 1 else b"".join(parts)
+                message = await receive()
     except TimeoutError:
         raise problems.RequestTimeout(f"The body was not complete {BODY_SECONDS:g} s after its head.") from None
+
+
+@types.coroutine
+def _resumed(step: "types.CoroutineType[Any, Any, T]", pending: Any) -> Generator[Any, Any, T]:
+    """The rest of a coroutine that was begun by hand and waits for `pending`."""
+    try:
+        while True:
+            try:
+                sent = yield pending
+            except BaseException as error:
+                pending = step.throw(error)
+            else:
+                pending = step.send(sent)
+    except StopIteration as done:
+        return cast("T", done.value)
 
 
 def _parse_body(prepared: _Prepared, raw: bytes) -> Strict:
@@ -383,7 +418,9 @@ class Switch:
     def __init__(self, doors: Iterable[Door], composed: Any) -> None:
         self.composed = composed
         self.plain: dict[str, dict[str, _Prepared]] = {}
-        self.patterns: list[tuple[re.Pattern[str], dict[str, _Prepared]]] = []
+        self.patterns: dict[tuple[str, ...], tuple[int, str, dict[str, _Prepared]]] = {}
+        """By the steps of a path with one parameter, `{}` in its place: where it stands, and its name."""
+        self.places: list[int] = []
         by_path: dict[str, dict[str, _Prepared]] = {}
         names: set[str] = set()
         for door in doors:
@@ -393,22 +430,28 @@ class Switch:
             names.add(door.name)
             methods[door.method] = _Prepared(door)
         for path, methods in by_path.items():
-            if "{" in path:
-                pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(path))
-                self.patterns.append((re.compile(pattern), methods))
-            else:
+            if "{" not in path:
                 self.plain[path] = methods
-        # A fixed step wins over a parameter at the same place.
-        self.patterns.sort(key=lambda entry: entry[0].pattern.replace("(", "~"))
+                continue
+            steps = path.split("/")
+            [place] = [index for index, step in enumerate(steps) if step.startswith("{")]
+            name, steps[place] = steps[place].strip("{}"), "{}"
+            self.patterns[tuple(steps)] = place, name, methods
+            if place not in self.places:
+                self.places.append(place)
 
     def find(self, path: str) -> tuple[dict[str, _Prepared], dict[str, str]] | None:
         methods = self.plain.get(path)
         if methods is not None:
             return methods, {}
-        for pattern, methods in self.patterns:
-            match = pattern.fullmatch(path)
-            if match is not None:
-                return methods, match.groupdict()
+        steps = path.split("/")
+        for place in self.places:
+            if place < len(steps) and (value := steps[place]):
+                steps[place] = "{}"
+                found = self.patterns.get(tuple(steps))
+                if found is not None:
+                    return found[2], {found[1]: value}
+                steps[place] = value
         return None
 
     async def unknown(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -419,8 +462,17 @@ class Switch:
             await send({"type": "websocket.close", "code": 1000})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.serve(scope, receive, send, self.find(scope["path"]))
+
+    async def serve(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        found: tuple[dict[str, _Prepared], dict[str, str]] | None,
+    ) -> None:
+        """Answer a call whose path was found, or was not."""
         begun = time.perf_counter()
-        found = self.find(scope["path"])
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         prepared = found[0].get(method) if found is not None else None
         status = 499
@@ -454,7 +506,9 @@ class Switch:
                     problems.Internal(f"The service failed; its log says why ({incident}).", incident=incident)
                 )
             status = reply.status
-            await reply.send(send, head_only=scope["method"] == "HEAD", rest=_Rest(receive, headers, body_read))
+            at_once = scope.get("extensions", _NONE).get(REPLY) if body_read else None
+            if at_once is None or not at_once(status, *reply.lines(head_only=scope["method"] == "HEAD")):
+                await reply.send(send, head_only=scope["method"] == "HEAD", rest=_Rest(receive, headers, body_read))
         finally:
             observe_request(prepared.door.name if prepared else "unknown", status, time.perf_counter() - begun)
 
@@ -493,10 +547,15 @@ class Switch:
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    """By lower-case name. A header given twice is joined by a comma: no Host, key or length comes out of that valid."""
-    headers: dict[str, str] = {}
-    for raw_name, raw_value in scope["headers"]:
-        name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
+    """By name, which ASGI gives in lower case. A header given twice is joined by a comma: no Host, key or length comes
+    out of that valid."""
+    raw = scope["headers"]
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in raw}
+    if len(headers) == len(raw):
+        return headers
+    headers = {}
+    for raw_name, raw_value in raw:
+        name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
     return headers
 
@@ -575,6 +634,19 @@ class _Reply:
             content = json.dumps(document, default=repr).encode("ascii")
         return cls(problems.status_of(refusal), content, headers)
 
+    def lines(self, *, head_only: bool) -> tuple[bytes, bytes]:
+        """The lines of the headers and the body, of an answer that needs nothing more."""
+        if self.headers == _JSON_ONLY:
+            headers = _JSON_LINES + b"content-length: %d\r\n" % len(self.content)
+        else:
+            given = {**_DEFAULT_HEADERS, **self.headers}
+            if self.status not in (204, 304):
+                given["content-length"] = str(len(self.content))
+            if any("\n" in value or "\r" in value for value in given.values()):
+                raise ValueError("a header's value has a line end")
+            headers = "".join(f"{name}: {value}\r\n" for name, value in given.items()).encode("latin-1")
+        return headers, b"" if head_only else self.content
+
     async def send(self, send: Send, *, head_only: bool, rest: _Rest) -> None:
         headers = self.headers
         for name, value in _DEFAULT_HEADERS.items():
@@ -599,6 +671,13 @@ _DEFAULT_HEADERS = {
     **{name.decode(): value.decode() for name, value in gate.SECURITY_HEADERS},
     "content-security-policy": gate.CONTENT_POLICY,
 }
+
+
+_NONE: Mapping[str, Any] = {}
+_JSON_ONLY = {"content-type": "application/json"}
+_JSON_LINES = "".join(f"{name}: {value}\r\n" for name, value in {**_JSON_ONLY, **_DEFAULT_HEADERS}.items()).encode(
+    "latin-1"
+)
 
 
 def dump(value: Any) -> bytes:

@@ -5,6 +5,7 @@ and a `Host` beyond loopback tells a rebound DNS name. Nothing here trusts a for
 This module must never know a capability's routes.
 """
 
+import functools
 import ipaddress
 import re
 from collections.abc import Mapping
@@ -48,10 +49,11 @@ def _local(headers: Mapping[str, str], client: str | None) -> None:
                 f"Without keys this service takes no call through a proxy (the header {name[:60]} is set). "
                 "Set FENCEPOST_ADMIN_KEY first."
             )
-    if client is not None and _is_address(client) and not is_loopback(client):
+    if client is not None and not _from_here(client):
         raise NotLocal("Without keys this service answers only calls from this machine.")
 
 
+@functools.lru_cache(256)
 def local_host(host: str) -> bool:
     """Whether a Host header names this machine: 127.0.0.0/8, [::1], localhost, *.localhost, with any port."""
     match = _HOST.fullmatch(host)
@@ -59,6 +61,11 @@ def local_host(host: str) -> bool:
         return False
     name = match[1].lower().removesuffix(".")
     return name == "localhost" or name.endswith(".localhost") or (_is_address(name) and is_loopback(name))
+
+
+@functools.lru_cache(256)
+def _from_here(client: str) -> bool:
+    return not _is_address(client) or is_loopback(client)
 
 
 def _is_address(text: str) -> bool:

@@ -4,13 +4,12 @@ from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import httpx2
-from fastapi import FastAPI
 from pydantic import Field
 
 from app.errors import KeyRejected, LeaseLost
 from app.keys.ops import KEYLESS, Caller
 from app.web.contract import describe
-from app.web.door import MIB, Answer, Call, Doors, mount
+from app.web.door import MIB, Answer, App, Call, Doors, mount
 from app.web.health import health_doors
 from app.web.reference import reference_doors
 from app.web.shapes import (
@@ -177,8 +176,8 @@ class LoopRows:
         return self.rows
 
 
-def make_app(ring: Any = None) -> FastAPI:
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+def make_app(ring: Any = None) -> App:
+    app = App(openapi_url=None, docs_url=None, redoc_url=None)
     composed = Composed(keys=ring or KeylessRing(), db=Pinged(), loops=LoopRows(), draining=False, gauge_rows=[])
     served = [*doors.doors, *health_doors(composed).doors]
     document, described = describe(app, served, version="0.0.0")
@@ -187,7 +186,7 @@ def make_app(ring: Any = None) -> FastAPI:
     return app
 
 
-def client_of(app: FastAPI, **kwargs: Any) -> httpx2.AsyncClient:
+def client_of(app: App, **kwargs: Any) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
         transport=httpx2.ASGITransport(app=app, raise_app_exceptions=False), base_url="http://127.0.0.1", **kwargs
     )
