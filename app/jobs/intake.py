@@ -9,7 +9,7 @@ from uuid import UUID
 from psycopg import errors as pg
 
 from app.audit.record import record
-from app.db import Database, Tx
+from app.db import Database, Tx, array
 from app.errors import (
     FenceMoved,
     IdempotencyMismatch,
@@ -43,7 +43,7 @@ async def enqueue(tx: Tx, jobs: Sequence[NewJob], *, place: str = "body.jobs[{}]
         rows = {row["id"]: row for row in await tx.rows(sql.ENQUEUE, _columns([(ids[i], jobs[i]) for i in left]))}
         for index in left:
             if ids[index] in rows:
-                answers[index] = {**rows[ids[index]], "deduplicated": False}
+                answers[index] = _fresh(jobs[index], rows[ids[index]])
         left = [index for index in left if index not in answers]
         _tell(tx, list(rows.values()))
         if not left:
@@ -69,6 +69,47 @@ async def enqueue(tx: Tx, jobs: Sequence[NewJob], *, place: str = "body.jobs[{}]
     raise Unavailable("The holder of a key came and went while this was enqueued; try again.")
 
 
+_NEW: dict[str, Any] = {
+    "status": "queued",
+    "attempts": 0,
+    "reclaim_count": 0,
+    "fence": 0,
+    "reserved_by": None,
+    "reserved_at": None,
+    "heartbeat_at": None,
+    "lease_expires_at": None,
+    "cancel_requested": False,
+    "progress": None,
+    "result": None,
+    "last_error": None,
+    "finished_at": None,
+    "deduplicated": False,
+}
+
+
+def _fresh(job: NewJob, row: dict[str, Any]) -> dict[str, Any]:
+    """A job as it was just inserted: what was given, what is so of every new job, and what the database chose.
+
+    `tests/jobs/test_intake.py` compares it with the row as read."""
+    return {
+        **_NEW,
+        "queue": job.queue,
+        "kind": job.kind or job.queue,
+        "payload": job.payload,
+        "priority": job.priority,
+        "lease_seconds": job.lease_seconds,
+        "max_run_seconds": job.max_run_seconds,
+        "backoff_base_seconds": job.backoff_base_seconds,
+        "backoff_cap_seconds": job.backoff_cap_seconds,
+        "unique_key": job.unique_key,
+        "idempotency_key": job.idempotency_key or str(row["id"]),
+        "traceparent": job.traceparent,
+        "schedule": job.schedule,
+        "slot_at": job.slot_at,
+        **row,
+    }
+
+
 def _held(job: NewJob, row: dict[str, Any]) -> dict[str, Any] | Refusal:
     if row["held_by"] == "idempotency":
         if bytes(row["content_sha256"] or b"") != (job.content_sha256 or b""):
@@ -87,28 +128,28 @@ def _held(job: NewJob, row: dict[str, Any]) -> dict[str, Any] | Refusal:
     return {**row, "deduplicated": True}
 
 
-def _columns(jobs: Sequence[tuple[UUID, NewJob]]) -> dict[str, Any]:
+def _columns(jobs: Sequence[tuple[UUID, NewJob]]) -> dict[str, str]:
     return {
-        "ids": [job_id for job_id, _ in jobs],
-        "queues": [job.queue for _, job in jobs],
-        "kinds": [job.kind for _, job in jobs],
-        "payloads": [job.payload for _, job in jobs],
-        "priorities": [job.priority for _, job in jobs],
-        "available_ats": [job.available_at for _, job in jobs],
-        "delays": [job.delay_seconds for _, job in jobs],
-        "max_attempts": [job.max_attempts for _, job in jobs],
-        "max_reclaims": [job.max_reclaims for _, job in jobs],
-        "recovery_policies": [job.recovery_policy for _, job in jobs],
-        "leases": [job.lease_seconds for _, job in jobs],
-        "max_runs": [job.max_run_seconds for _, job in jobs],
-        "bases": [job.backoff_base_seconds for _, job in jobs],
-        "caps": [job.backoff_cap_seconds for _, job in jobs],
-        "unique_keys": [job.unique_key for _, job in jobs],
-        "idempotency_keys": [job.idempotency_key for _, job in jobs],
-        "digests": [job.content_sha256 for _, job in jobs],
-        "traceparents": [job.traceparent for _, job in jobs],
-        "schedules": [job.schedule for _, job in jobs],
-        "slots": [job.slot_at for _, job in jobs],
+        "ids": array(job_id for job_id, _ in jobs),
+        "queues": array(job.queue for _, job in jobs),
+        "kinds": array(job.kind for _, job in jobs),
+        "payloads": array(job.payload for _, job in jobs),
+        "priorities": array(job.priority for _, job in jobs),
+        "available_ats": array(job.available_at for _, job in jobs),
+        "delays": array(job.delay_seconds for _, job in jobs),
+        "max_attempts": array(job.max_attempts for _, job in jobs),
+        "max_reclaims": array(job.max_reclaims for _, job in jobs),
+        "recovery_policies": array(job.recovery_policy for _, job in jobs),
+        "leases": array(job.lease_seconds for _, job in jobs),
+        "max_runs": array(job.max_run_seconds for _, job in jobs),
+        "bases": array(job.backoff_base_seconds for _, job in jobs),
+        "caps": array(job.backoff_cap_seconds for _, job in jobs),
+        "unique_keys": array(job.unique_key for _, job in jobs),
+        "idempotency_keys": array(job.idempotency_key for _, job in jobs),
+        "digests": array(job.content_sha256 for _, job in jobs),
+        "traceparents": array(job.traceparent for _, job in jobs),
+        "schedules": array(job.schedule for _, job in jobs),
+        "slots": array(job.slot_at for _, job in jobs),
     }
 
 

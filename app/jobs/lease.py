@@ -14,7 +14,7 @@ from uuid import UUID
 
 from psycopg import errors as pg
 
-from app.db import Database, Tx
+from app.db import Database, Tx, array
 from app.errors import IdempotencyMismatch, LeaseLost, Refusal, Unavailable
 from app.jobs import sql
 from app.jobs.model import Beat, ClaimCall, Ending, new_token, token_digest
@@ -78,12 +78,12 @@ async def _take(
     rows = await tx.rows(
         sql.CLAIM,
         {
-            "queues": [queue for queue in queues for _ in PRIORITIES],
-            "priorities": [priority for _ in queues for priority in PRIORITIES],
+            "queues": array(queue for queue in queues for _ in PRIORITIES),
+            "priorities": array(PRIORITIES * len(queues)),
             "wanted": len(seats),
-            "tokens": [seat[0] for seat in seats],
-            "workers": [seat[1] for seat in seats],
-            "leases": [seat[2] for seat in seats],
+            "tokens": array(seat[0] for seat in seats),
+            "workers": array(seat[1] for seat in seats),
+            "leases": array(seat[2] for seat in seats),
             "locked": locked,
         },
     )
@@ -170,16 +170,16 @@ async def heartbeat(tx: Tx, beats: Sequence[Beat]) -> list[Outcome]:
         for row in await tx.rows(
             sql.HEARTBEAT,
             {
-                "ids": [job_id for job_id, _, _ in keys],
-                "tokens": [token for _, token, _ in keys],
-                "workers": [worker for _, _, worker in keys],
-                "leases": [
+                "ids": array(job_id for job_id, _, _ in keys),
+                "tokens": array(token for _, token, _ in keys),
+                "workers": array(worker for _, _, worker in keys),
+                "leases": array(
                     max((b.lease_seconds for b in each if b.lease_seconds is not None), default=None) for each in same
-                ],
-                "as_granted": [any(b.lease_seconds is None for b in each) for each in same],
-                "progress": [
+                ),
+                "as_granted": array(any(b.lease_seconds is None for b in each) for each in same),
+                "progress": array(
                     next((b.progress for b in reversed(each) if b.progress is not None), None) for each in same
-                ],
+                ),
             },
         )
     }
@@ -242,16 +242,16 @@ async def _end(tx: Tx, statement: str, endings: Sequence[Ending]) -> list[Outcom
     rows = await tx.rows(
         statement,
         {
-            "ids": [e.job_id for e in firsts],
-            "tokens": [e.token for e in firsts],
-            "token_digests": [token_digest(e.token) for e in firsts],
-            "digests": [e.content_sha256 for e in firsts],
-            "results": [e.result for e in firsts],
-            "error_types": [e.error_type for e in firsts],
-            "error_messages": [e.error_message for e in firsts],
-            "retryables": [e.retryable for e in firsts],
-            "delays": [e.delay_seconds for e in firsts],
-            "jitters": [e.jitter for e in firsts],
+            "ids": array(e.job_id for e in firsts),
+            "tokens": array(e.token for e in firsts),
+            "token_digests": array(token_digest(e.token) for e in firsts),
+            "digests": array(e.content_sha256 for e in firsts),
+            "results": array(e.result for e in firsts),
+            "error_types": array(e.error_type for e in firsts),
+            "error_messages": array(e.error_message for e in firsts),
+            "retryables": array(e.retryable for e in firsts),
+            "delays": array(e.delay_seconds for e in firsts),
+            "jitters": array(e.jitter for e in firsts),
         },
     )
     outcomes: dict[int, Outcome] = {}

@@ -82,7 +82,8 @@ SELECT i.id, i.queue, coalesce(i.kind, i.queue), i.payload::json, i.priority,
 FROM input i LEFT JOIN queues q ON q.name = i.queue
 ORDER BY i.n
 ON CONFLICT DO NOTHING
-RETURNING {JOB}, j.available_at <= fencepost_now() AS due,
+RETURNING j.id, j.queue, j.max_attempts, j.recovery_policy, j.max_reclaims, j.available_at, j.created_at,
+    j.updated_at, j.available_at <= fencepost_now() AS due,
     extract(epoch FROM j.available_at - fencepost_now())::float8 AS wait
 """
 
