@@ -398,7 +398,7 @@ class Own:
         self._db.publish(tx)
         return answer
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()

@@ -110,7 +110,7 @@ class Lane(Generic[Item, Outcome]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._refuse_waiting(Unavailable("This instance is shutting down."))
-        await self._own.close()
+        await self._own.aclose()
 
     async def _run(self) -> None:
         try:

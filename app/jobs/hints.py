@@ -7,6 +7,7 @@ for a moment and go out in one statement. Lost hints cost latency only: `waiting
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 import uuid
@@ -14,14 +15,15 @@ from collections.abc import Callable
 
 import psycopg
 
-from app.db import Database
+from app.db import Database, Own, Tx
 from app.jobs.waiting import WaitingRoom
 
 log = logging.getLogger("fencepost.hints")
 
 CHANNEL = "fencepost"
 SEND = "SELECT pg_notify('fencepost', %(payload)s)"
-GATHER_SECONDS = 0.002
+REST_SECONDS = 0.01
+"""Between two statements. What is alone goes out at once; under load names are gathered for so long."""
 MAX_PAYLOAD = 7_000
 PING_SECONDS = 3.0
 PONG_SECONDS = 2.0
@@ -47,15 +49,18 @@ class Hints:
         self._some.set()
 
     async def send_gathered(self) -> None:
+        async with contextlib.aclosing(self._db.own()) as own:
+            await self._send_gathered(own)
+
+    async def _send_gathered(self, own: Own) -> None:
         while True:
             await self._some.wait()
-            await asyncio.sleep(GATHER_SECONDS)
             self._some.clear()
             names, self._pending = sorted(self._pending), set()
             try:
-                async with self._db.begin() as tx:
-                    for payload in self._payloads(names):
-                        await tx.run(SEND, {"payload": payload})
+                for payload in self._payloads(names):
+                    await own.run(functools.partial(Tx.run, sql=SEND, params={"payload": payload}))
+                await asyncio.sleep(REST_SECONDS)
             except Exception as error:
                 log.debug("a hint was not sent: %s", error)
                 await asyncio.sleep(0.5)
