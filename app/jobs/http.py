@@ -4,6 +4,7 @@ import asyncio
 import random
 import re
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 from uuid import UUID
 
@@ -29,11 +30,13 @@ Outcome = dict[str, Any] | Refusal
 # --- views -----------------------------------------------------------------------------------------------------------
 
 _RAW = ("payload", "progress", "result")
+_JOB = tuple(name for name in schemas.Job.model_fields if name != "backoff")
+_of_job = itemgetter(*_JOB)
 
 
 def job_view(row: dict[str, Any]) -> dict[str, Any]:
     """A row as a job on the wire: JSON columns go out as they were sent, times in the database's words."""
-    view = {name: row[name] for name in schemas.Job.model_fields if name != "backoff"}
+    view = dict(zip(_JOB, _of_job(row), strict=True))
     view["backoff"] = {"base_seconds": row["backoff_base_seconds"], "cap_seconds": row["backoff_cap_seconds"]}
     for name in _RAW:
         if view[name] is not None:
@@ -327,7 +330,7 @@ async def claim_jobs(call: Call) -> Answer:
     await asyncio.sleep(0)
     # With a request id its client can ask again, and then finds what this claim took.
     repeatable = body.request_id is not None
-    if grant.jobs and not repeatable and (gone.is_set() or await call.request.is_disconnected()):
+    if grant.jobs and not repeatable and (gone.is_set() or call.left()):
         await lease.give_back(call.app.db, grant.jobs)
     return Answer(
         200,

@@ -80,6 +80,17 @@ class Call:
     body: Any
     query: Any
 
+    def left(self) -> bool:
+        """Whether the client has closed the connection, as known now; the body must have been read."""
+        step = cast("types.CoroutineType[Any, Any, Message]", self.request.receive())
+        try:
+            step.send(None)
+        except StopIteration as here:
+            message: Message = here.value
+            return bool(message["type"] == "http.disconnect")
+        step.close()  # it waits, so nothing has happened
+        return False
+
     async def gone(self) -> None:
         """Returns when the client has closed the connection; for calls that wait."""
         while (await self.request.receive())["type"] != "http.disconnect":
