@@ -31,7 +31,8 @@ Outcome = dict[str, Any] | Refusal
 
 _RAW = ("payload", "progress", "result")
 _JOB = tuple(name for name in schemas.Job.model_fields if name != "backoff")
-_of_job = itemgetter(*_JOB)
+_BEAT = ("id", "lease_expires_at", "run_deadline_at", "cancel_requested", "queue_paused", "server_time", "fence")
+_of_job, _of_beat = itemgetter(*_JOB), itemgetter(*_BEAT)
 
 
 def job_view(row: dict[str, Any]) -> dict[str, Any]:
@@ -45,18 +46,17 @@ def job_view(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def claimed_view(row: dict[str, Any]) -> dict[str, Any]:
-    previous = row["previous_attempt"]
-    return {
-        **job_view(row),
-        "attempt_token": row["attempt_token"],
-        "run_deadline_at": row["run_deadline_at"],
-        "previous_attempt": RawJson(previous) if previous is not None else None,
-    }
+    view, previous = job_view(row), row["previous_attempt"]
+    view["attempt_token"] = row["attempt_token"]
+    view["run_deadline_at"] = row["run_deadline_at"]
+    view["previous_attempt"] = RawJson(previous) if previous is not None else None
+    return view
 
 
 def beat_view(row: dict[str, Any]) -> dict[str, Any]:
-    kept = ("id", "lease_expires_at", "run_deadline_at", "cancel_requested", "queue_paused", "server_time", "fence")
-    return {**{name: row[name] for name in kept}, "status": "processing"}
+    view = dict(zip(_BEAT, _of_beat(row), strict=True))
+    view["status"] = "processing"
+    return view
 
 
 def results_view(
@@ -293,7 +293,9 @@ async def claim_jobs(call: Call) -> Answer:
         lease_seconds=body.lease_seconds,
         key_id=call.caller.key_id,
         request_id=body.request_id,
-        content_sha256=canonical_digest([queues, body.max_jobs, body.lease_seconds]),
+        content_sha256=canonical_digest([queues, body.max_jobs, body.lease_seconds])
+        if body.request_id is not None
+        else b"",
     )
     grants: list[lease.Grant] = []
 
