@@ -11,7 +11,7 @@ from uuid import UUID
 from app.errors import InvalidInput, Refusal
 from app.jobs import intake, lease, schemas
 from app.jobs.model import Beat, ClaimCall, Ending, NewJob
-from app.jobs.waiting import wait_for_jobs
+from app.jobs.waiting import Gone, wait_for_jobs
 from app.web import pages
 from app.web.door import MIB, Answer, Call, Doors
 from app.web.jsontext import canonical_digest
@@ -297,11 +297,15 @@ async def claim_jobs(call: Call) -> Answer:
         if body.request_id is not None
         else b"",
     )
+    wish = lease.Wish(tuple(queues), claim)
+    if body.wait_seconds == 0 and body.request_id is None:
+        grant = await call.app.claims(wish)
+        return await _hand_over(call, grant, gone=False)
     grants: list[lease.Grant] = []
 
     async def attempt() -> set[str]:
         if claim.request_id is None:
-            grants.append(await call.app.claims(lease.Wish(tuple(queues), claim)))
+            grants.append(await call.app.claims(wish))
         else:
             async with call.app.claims_at_once:
                 if gone.is_set():
@@ -309,12 +313,11 @@ async def claim_jobs(call: Call) -> Answer:
                 grants.append(await lease.claim_once(call.app.db, queues, claim))
         return {job["queue"] for job in grants[-1].jobs} or ({""} if grants[-1].replayed else set())
 
-    gone = asyncio.Event()
+    gone = Gone()
     if body.wait_seconds == 0:
         await attempt()
     else:
-        watch = asyncio.ensure_future(_watch(call, gone))
-        try:
+        with call.watched(gone.set):
             request = (claim.key_id, claim.worker_id, claim.request_id) if claim.request_id is not None else None
             await wait_for_jobs(
                 call.app.waiting,
@@ -325,14 +328,14 @@ async def claim_jobs(call: Call) -> Answer:
                 gone=gone,
                 confirm=call.app.clock.confirm,
             )
-        finally:
-            watch.cancel()
-    grant = grants[-1] if grants else lease.Grant([], None)
+    return await _hand_over(call, grants[-1] if grants else lease.Grant([], None), gone=gone.is_set())
+
+
+async def _hand_over(call: Call, grant: lease.Grant, *, gone: bool) -> Answer:
     # One turn of the event loop: a connection closed while the claim ran is known after it.
     await asyncio.sleep(0)
     # With a request id its client can ask again, and then finds what this claim took.
-    repeatable = body.request_id is not None
-    if grant.jobs and not repeatable and (gone.is_set() or call.left()):
+    if grant.jobs and call.body.request_id is None and (gone or call.left()):
         await lease.give_back(call.app.db, grant.jobs)
     return Answer(
         200,
@@ -342,11 +345,6 @@ async def claim_jobs(call: Call) -> Answer:
             "replayed": grant.replayed,
         },
     )
-
-
-async def _watch(call: Call, gone: asyncio.Event) -> None:
-    await call.gone()
-    gone.set()
 
 
 def _beat(job_id: UUID, body: schemas.Heartbeat) -> Beat:

@@ -33,32 +33,62 @@ CONFIRMED_SECONDS = 1.0
 class Seat:
     """One waiting claim. `woken_for` is the queue of an unused wake; `more`: there may be more than one job."""
 
-    __slots__ = ("_signal", "more", "queues", "woken_for")
+    # One future and one timer a waiter, no task: ten thousand sit here.
+    __slots__ = ("_called", "_waiting", "more", "queues", "woken_for")
 
     def __init__(self, queues: Sequence[str]) -> None:
         self.queues = tuple(queues)
         self.woken_for: str | None = None
         self.more = False
-        self._signal = asyncio.Event()
+        self._called = False
+        self._waiting: asyncio.Future[bool] | None = None
 
     def wake(self, queue: str, more: bool) -> None:
         self.woken_for, self.more = queue, more
-        self._signal.set()
+        self.call_out()
 
     def call_out(self) -> None:
-        self._signal.set()
+        self._called = True
+        self._answer(called=True)
+
+    def _answer(self, *, called: bool) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(called)
 
     async def wait(self, seconds: float) -> bool:
         """True when called; False when the time is over."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._signal.wait()
-                return True
-        return False
+        if self._called:
+            return True
+        loop = asyncio.get_running_loop()
+        self._waiting = loop.create_future()
+        timer = loop.call_later(seconds, lambda: self._answer(called=False))
+        try:
+            return await self._waiting
+        finally:
+            timer.cancel()
+            self._waiting = None
 
     def sit_down_again(self) -> None:
         self.woken_for = None
-        self._signal.clear()
+        self._called = False
+
+
+class Gone:
+    """Whether the client of a waiting claim has gone; `set` is called when that is known."""
+
+    __slots__ = ("_gone", "tell")
+
+    def __init__(self) -> None:
+        self._gone = False
+        self.tell: Callable[[], None] | None = None
+
+    def set(self) -> None:
+        self._gone = True
+        if self.tell is not None:
+            self.tell()
+
+    def is_set(self) -> bool:
+        return self._gone
 
 
 class WaitingRoom:
@@ -145,7 +175,7 @@ async def wait_for_jobs(
     attempt: Callable[[], Awaitable[Collection[str]]],
     *,
     request: object | None = None,
-    gone: asyncio.Event,
+    gone: Gone,
     confirm: Callable[[], Awaitable[bool]],
 ) -> None:
     """Call `attempt` (answers the queues it got jobs of) at once and at every wake, until it got something, the time
@@ -157,6 +187,7 @@ async def wait_for_jobs(
     deadline = loop.time() + seconds
     # The seat is taken before the first attempt: a job may come between an attempt and the sitting down.
     with room.seat(queues, request) as seat:
+        gone.tell = seat.call_out
         while not gone.is_set():
             woken_for, more = seat.woken_for, seat.more
             seat.sit_down_again()
@@ -171,23 +202,12 @@ async def wait_for_jobs(
                     room.wake(woken_for, more=more)
                 return
             left = deadline - loop.time()
-            if room.closed or not seat.queues or left <= 0 or not await _called(seat, gone, left):
+            if room.closed or not seat.queues or left <= 0 or not await seat.wait(left):
                 break
             if room.closed or not seat.queues:
                 break
         if seat.queues and not (room.closed or gone.is_set()) and not await confirm():
             raise Unavailable("The database cannot be asked whether there are jobs.")
-
-
-async def _called(seat: Seat, gone: asyncio.Event, seconds: float) -> bool:
-    called = asyncio.ensure_future(seat.wait(seconds))
-    left = asyncio.ensure_future(gone.wait())
-    try:
-        await asyncio.wait((called, left), return_when=asyncio.FIRST_COMPLETED)
-        return called.done() and called.result()
-    finally:
-        called.cancel()
-        left.cancel()
 
 
 class DueClock:

@@ -23,7 +23,7 @@ import secrets
 import time
 import types
 import typing
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, TypeVar, cast
@@ -44,8 +44,8 @@ from app.web.shapes import ID_SAYS, NAME, NAME_SAYS, Answered, RawJson, Strict, 
 log = get_logger("fencepost.http")
 
 T = TypeVar("T")
-REPLY = "fencepost.reply"
-"""The server's extension that takes a whole answer at once (`web/wire.py`)."""
+REPLY, WHEN_GONE = "fencepost.reply", "fencepost.when-gone"
+"""The server's extensions (`web/wire.py`): one takes a whole answer at once, one calls when the client has gone."""
 
 MIB = 1 << 20
 BODY_SECONDS = 15.0
@@ -91,10 +91,27 @@ class Call:
         step.close()  # it waits, so nothing has happened
         return False
 
-    async def gone(self) -> None:
-        """Returns when the client has closed the connection; for calls that wait."""
+    @contextlib.contextmanager
+    def watched(self, gone: Callable[[], None]) -> Iterator[None]:
+        """`gone` is called when the client closes the connection meanwhile; for calls that wait."""
+        when_gone = self.request.scope.get("extensions", _NONE).get(WHEN_GONE)
+        if when_gone is not None:
+            when_gone(gone)
+            try:
+                yield
+            finally:
+                when_gone(None)
+            return
+        watch = asyncio.ensure_future(self._watch(gone))
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def _watch(self, gone: Callable[[], None]) -> None:
         while (await self.request.receive())["type"] != "http.disconnect":
             pass
+        gone()
 
 
 Handler = Callable[[Call], Awaitable[Answer]]

@@ -9,7 +9,7 @@ from app.errors import TooManyWaiters, Unavailable
 from app.jobs import intake
 from app.jobs.hints import Hints
 from app.jobs.model import NewJob
-from app.jobs.waiting import DueClock, WaitingRoom, wait_for_jobs
+from app.jobs.waiting import DueClock, Gone, WaitingRoom, wait_for_jobs
 from tests.harness import wait_until
 
 
@@ -38,7 +38,7 @@ async def healthy():
 
 
 def sit(room, shelf, queues, seconds=30.0, gone=None, request=None, confirm=healthy):
-    gone = gone or asyncio.Event()
+    gone = gone or Gone()
     waiting = wait_for_jobs(room, queues, seconds, shelf.taker(queues), gone=gone, request=request, confirm=confirm)
     return asyncio.ensure_future(waiting)
 
@@ -78,7 +78,7 @@ async def test_a_hint_without_a_number_serves_all_jobs(db):
 
 
 async def test_a_wake_of_a_client_that_is_gone_is_handed_on(db):
-    room, shelf, gone = WaitingRoom(100), Shelf(), asyncio.Event()
+    room, shelf, gone = WaitingRoom(100), Shelf(), Gone()
     dead, alive = sit(room, shelf, ["q"], gone=gone), sit(room, shelf, ["q"])
     await settled()
     shelf.jobs["q"] = 1
@@ -91,7 +91,7 @@ async def test_a_wake_of_a_client_that_is_gone_is_handed_on(db):
 
 async def test_a_wake_is_handed_on_when_the_attempt_fails_or_its_client_leaves_meanwhile(db):
     for leave in (True, False):
-        room, shelf, gone = WaitingRoom(100), Shelf(), asyncio.Event()
+        room, shelf, gone = WaitingRoom(100), Shelf(), Gone()
 
         async def attempt(leave=leave, gone=gone, shelf=shelf):
             shelf.looks += 1
@@ -148,11 +148,11 @@ async def test_a_job_between_the_look_and_the_sitting_down_is_not_missed(db):
             return set()
         return {"q"}
 
-    await asyncio.wait_for(wait_for_jobs(room, ["q"], 30.0, attempt, gone=asyncio.Event(), confirm=healthy), 2)
+    await asyncio.wait_for(wait_for_jobs(room, ["q"], 30.0, attempt, gone=Gone(), confirm=healthy), 2)
 
 
 async def test_the_room_has_a_cap_and_seats_are_given_back(db):
-    room, shelf, gone = WaitingRoom(2), Shelf(), asyncio.Event()
+    room, shelf, gone = WaitingRoom(2), Shelf(), Gone()
     seated = [sit(room, shelf, ["q"], gone=gone) for _ in range(2)]
     await settled()
     with pytest.raises(TooManyWaiters):
