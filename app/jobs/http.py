@@ -8,6 +8,8 @@ from operator import itemgetter
 from typing import Any
 from uuid import UUID
 
+import orjson
+
 from app.errors import InvalidInput, Refusal
 from app.jobs import intake, lease, schemas
 from app.jobs.model import Beat, ClaimCall, Ending, NewJob
@@ -41,7 +43,13 @@ def job_view(row: dict[str, Any]) -> dict[str, Any]:
     view["backoff"] = {"base_seconds": row["backoff_base_seconds"], "cap_seconds": row["backoff_cap_seconds"]}
     for name in _RAW:
         if view[name] is not None:
-            view[name] = RawJson(view[name])
+            view[name] = orjson.Fragment(view[name])
+    return view
+
+
+def enqueued_view(row: dict[str, Any]) -> dict[str, Any]:
+    view = job_view(row)
+    view["deduplicated"] = row["deduplicated"]
     return view
 
 
@@ -49,7 +57,7 @@ def claimed_view(row: dict[str, Any]) -> dict[str, Any]:
     view, previous = job_view(row), row["previous_attempt"]
     view["attempt_token"] = row["attempt_token"]
     view["run_deadline_at"] = row["run_deadline_at"]
-    view["previous_attempt"] = RawJson(previous) if previous is not None else None
+    view["previous_attempt"] = orjson.Fragment(previous) if previous is not None else None
     return view
 
 
@@ -75,7 +83,9 @@ def results_view(
                 }
             )
         else:
-            results.append({"index": index, "ok": True, **view(outcome)})
+            shown = view(outcome)
+            shown["index"], shown["ok"] = index, True
+            results.append(shown)
     return Answer(200, {"results": results})
 
 
@@ -88,12 +98,15 @@ def _one(outcome: Outcome) -> dict[str, Any]:
 # --- the producer ----------------------------------------------------------------------------------------------------
 
 
+_NO_BACKOFF = schemas.Backoff()
+
+
 def _new_job(body: schemas.Enqueue, place: str, key: str | None, traceparent: str | None) -> NewJob:
     if body.available_at is not None and body.delay_seconds is not None:
         raise InvalidInput.at(f"{place}.delay_seconds", "give available_at or delay_seconds, not both")
     if body.available_at is not None and body.available_at.year < 2000:
         raise InvalidInput.at(f"{place}.available_at", "must not be before the year 2000")
-    backoff = body.backoff or schemas.Backoff()
+    backoff = body.backoff or _NO_BACKOFF
     return NewJob(
         queue=body.queue,
         payload=str(body.payload),
@@ -151,8 +164,7 @@ async def enqueue_job(call: Call) -> Answer:
         # To be compared with the database's clock first.
         [outcome] = await call.app.db.again(lambda tx: intake.enqueue(tx, [job], place="body"))
     row = _one(outcome)
-    view = {**job_view(row), "deduplicated": row["deduplicated"]}
-    return Answer(200 if row["deduplicated"] else 201, view, {"location": f"/v1/jobs/{row['id']}"})
+    return Answer(200 if row["deduplicated"] else 201, enqueued_view(row), {"location": f"/v1/jobs/{row['id']}"})
 
 
 @jobs.post(
@@ -189,9 +201,7 @@ async def enqueue_jobs(call: Call) -> Answer:
     if not jobs:
         return Answer(200, {"results": []})
     outcomes = await call.app.db.again(lambda tx: intake.enqueue(tx, jobs))
-    return results_view(
-        [None] * len(jobs), outcomes, lambda row: {**job_view(row), "deduplicated": row["deduplicated"]}
-    )
+    return results_view([None] * len(jobs), outcomes, enqueued_view)
 
 
 @jobs.get(
