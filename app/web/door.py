@@ -109,6 +109,8 @@ class Door:
     """Of the good answers; pages and metrics have their own."""
     listed: bool = True
     """Whether the OpenAPI document shows it."""
+    etag: bool = False
+    """Whether the good answers carry an ETag."""
 
     @property
     def reads_body(self) -> bool:
@@ -139,6 +141,7 @@ class Doors:
         headers: tuple[str, ...] = (),
         media: str = "application/json",
         listed: bool = True,
+        etag: bool = False,
     ) -> Callable[[Handler], Handler]:
         def decorate(handler: Handler) -> Handler:
             words = cast("types.FunctionType", handler).__name__.split("_")
@@ -163,6 +166,7 @@ class Doors:
                     headers=headers,
                     media=media,
                     listed=listed,
+                    etag=etag,
                 )
             )
             return handler
