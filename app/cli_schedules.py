@@ -24,29 +24,50 @@ def _fail(text: str) -> NoReturn:
     raise typer.Exit(1)
 
 
-def _call(method: str, path: str, body: dict[str, Any] | None = None, **query: Any) -> Any:
-    """The answer's JSON. A refusal is told in one line."""
+def _call(
+    method: str, path: str, body: dict[str, Any] | None = None, *, payload: str | None = None, **query: Any
+) -> Any:
+    """The answer's JSON. A refusal is told in one line. `payload` is JSON text, sent as it is, digit by digit."""
     import httpx2
 
     url = os.environ.get("FENCEPOST_URL") or f"http://127.0.0.1:{os.environ.get('FENCEPOST_PORT', '8080')}"
     key = os.environ.get("FENCEPOST_KEY")
+    if key and not (key.isascii() and key.isprintable()):
+        _fail("FENCEPOST_KEY holds signs that no key has; visible ASCII is needed")
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    content = json.dumps(body).encode() if body is not None else None
+    text = json.dumps(body) if body is not None else None
+    if text is not None and payload is not None:
+        text = f'{text[:-1]}{", " if body else ""}"payload": {payload}}}'
     known = {name: value for name, value in query.items() if value is not None}
     try:
         answer = httpx2.request(
-            method, url.rstrip("/") + path, content=content, headers=headers, params=known, timeout=TIMEOUT_SECONDS
+            method,
+            url.rstrip("/") + path,
+            content=text.encode() if text is not None else None,
+            headers=headers,
+            params=known,
+            timeout=TIMEOUT_SECONDS,
         )
     except httpx2.HTTPError as error:
         _fail(f"{url} does not answer ({error}); is it running, and is FENCEPOST_URL right?")
-    found = answer.json() if answer.content else {}
+    except (httpx2.InvalidURL, UnicodeError) as error:
+        _fail(f"{url!r} cannot be called ({error}); is FENCEPOST_URL right?")
+    try:
+        found = answer.json() if answer.content else {}
+    except ValueError:
+        _fail(f"{url} answers {answer.status_code}, but no JSON; is FENCEPOST_URL right?")
+    if not isinstance(found, dict):
+        _fail(f"{url} answers as no Fencepost does; is FENCEPOST_URL right?")
     if answer.status_code >= 400:
         _fail(f"{found.get('detail', answer.status_code)} ({found.get('code', answer.status_code)})")
     return found
 
 
 def _path(name: str, verb: str = "") -> str:
-    return f"/v1/schedules/{quote(name, safe='')}{verb}"
+    try:
+        return f"/v1/schedules/{quote(name, safe='')}{verb}"
+    except UnicodeError:
+        _fail("the name is not UTF-8")
 
 
 def _table(rows: list[list[str]]) -> None:
@@ -136,10 +157,14 @@ def put(
     }
     if payload is not None:
         try:
-            body["payload"] = json.loads(payload)
+            json.loads(payload)
+            payload.encode()
         except ValueError as error:
             _fail(f"--payload is not JSON: {error}")
-    _show(_call("PUT", _path(name), {key: value for key, value in body.items() if value is not None}), as_json)
+        except RecursionError:
+            _fail("--payload is not JSON: it is nested too deep")
+    given = {key: value for key, value in body.items() if value is not None}
+    _show(_call("PUT", _path(name), given, payload=payload), as_json)
 
 
 @schedules.command()

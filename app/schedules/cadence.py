@@ -83,7 +83,7 @@ class Overdue(NamedTuple):
 def zone_names() -> frozenset[str]:
     """The zones of the pinned package; names count as written."""
     text = importlib.resources.files("tzdata").joinpath("zones").read_text()
-    return frozenset(text.split())
+    return frozenset(text.split()) - {"Factory"}  # which stands for "not set yet"
 
 
 @functools.lru_cache(maxsize=700)
@@ -110,14 +110,15 @@ def cron(text: str, timezone: str) -> Cron:
     else:
         expression = text
     fields = expression.split()
-    if not text.isascii() or len(fields) != 5 or text != text.strip():
+    if not re.fullmatch(r"[!-~ \t]+", text) or len(fields) != 5 or text != text.strip():
         raise BadCadence("cron", "five fields are needed: minute, hour, day of month, month, day of week")
     for part, (most, name) in zip(fields, _STEPS, strict=True):
         if any(int(step) > most for step in re.findall(r"/(\d{1,200})", part)):
             raise BadCadence("cron", f"a step of the {name} is larger than its range")
     try:
         # From a fixed instant, so that the verdict does not depend on the day; it gives up after 50 years.
-        next(CronSim(" ".join(fields), datetime(2024, 1, 1, tzinfo=UTC)))
+        one = CronSim(" ".join(fields), datetime(2024, 1, 1, tzinfo=UTC))
+        next(one)
     except StopIteration:
         raise BadCadence("cron", "no such date ever comes") from None
     except CronSimError as error:
@@ -126,7 +127,7 @@ def cron(text: str, timezone: str) -> Cron:
     except (AssertionError, ValueError, TypeError, IndexError, OverflowError):
         raise BadCadence("cron", "cannot be read") from None
     both = fields[0].startswith("*") or fields[1].startswith("*")
-    return Cron(" ".join(fields), found, both, fields[1].startswith("*"))
+    return Cron(" ".join(fields), found, both, len(one.hours) == 24)
 
 
 def interval(every_seconds: int, anchor: datetime) -> Interval:
@@ -212,8 +213,9 @@ def _second_pass(cadence: Cron, instant: datetime) -> list[datetime]:
     """Times of the second pass of an overlap that is no further than three hours; mostly there is none."""
     zone, near = cadence.zone, timedelta(hours=3)
     before, after = (instant - near).astimezone(zone), (instant + near).astimezone(zone)
-    change = (after.utcoffset() or near) - (before.utcoffset() or near)
-    if not cadence.both_passes or change >= timedelta(0):
+    # An offset may be zero, which is false.
+    summer, winter = before.utcoffset(), after.utcoffset()
+    if not cadence.both_passes or summer is None or winter is None or winter >= summer:
         return []
     found = []
     for wall in _walls(cadence.expression, before):

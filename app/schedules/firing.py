@@ -29,6 +29,7 @@ class Planned:
     skip_row: UUID | None = None
     blocked_by: UUID | None = None
     blocking_job: UUID | None = None
+    key_held: bool = False
 
     @property
     def fires(self) -> bool:
@@ -66,26 +67,33 @@ async def fire(tx: Tx, rows: Sequence[dict[str, Any]], *, advance: bool, lease: 
     recorded = await _record(tx, plans, lease)
     fired.slots = [plan for plan in plans if plan.slot_id in recorded and plan.fires]
     fired.lateness = [recorded[plan.slot_id] for plan in fired.slots]
-    await _enqueue(tx, [plan for plan in fired.slots if plan.job_id is not None])
+    held = await _enqueue(tx, [plan for plan in fired.slots if plan.job_id is not None])
+    fired.slots = [plan for plan in fired.slots if plan.slot_id not in held]
     for plan in fired.slots:
         tx.tell("fire", target="task" if plan.run_token is not None else "job")
-        if plan.due.collapsed:
+        # Of a row that cannot be advanced the same ones would be counted at each of its slots.
+        if plan.due.collapsed and advance:
             tx.tell("collapse", count=plan.due.collapsed)
     return fired
 
 
 async def _hold_back(tx: Tx, plans: Sequence[Planned]) -> None:
-    """Overlap `skip`: at most one unfinished run. Skips in a row are one row of the ledger."""
+    """Overlap `skip`: at most one unfinished run; and nothing while a job of others holds the unique key. Skips in a
+    row are one row of the ledger."""
+    found: dict[str, dict[str, Any]] = {}
+    keyed = [plan.row for plan in plans if plan.row["unique_key"] is not None]
+    if keyed:
+        columns = {each + "s": [row[name] for row in keyed] for each, name in _KEYED.items()}
+        found = {row["name"]: {**row, "key_held": True} for row in await tx.rows(sql.KEY_HELD, columns)}
     names = [plan.row["name"] for plan in plans if plan.row["overlap"] == "skip"]
-    if not names:
-        return
-    found = {row["name"]: row for row in await tx.rows(sql.UNFINISHED, {"names": names})}
+    if names:
+        found |= {row["name"]: {**row, "key_held": False} for row in await tx.rows(sql.UNFINISHED, {"names": names})}
     skipped = [plan for plan in plans if plan.row["name"] in found]
     if not skipped:
         return
     for plan in skipped:
         run = found[plan.row["name"]]
-        plan.skipped, plan.blocking_job = True, run["job_id"]
+        plan.skipped, plan.blocking_job, plan.key_held = True, run["job_id"], run["key_held"]
         # From the run's slot to this one: a whole period, or it was begun by hand in between.
         if (plan.due.slot - run["since"]) >= plan.next - plan.due.slot:
             plan.blocked_by = run["job_id"]
@@ -104,6 +112,9 @@ async def _hold_back(tx: Tx, plans: Sequence[Planned]) -> None:
             plan.skip_row = plan.row["skip_row"] if plan.row["skip_row"] in still else None
     for plan in skipped:
         tx.tell("skip", why="overlap", count=plan.due.collapsed + 1)
+
+
+_KEYED = {"name": "name", "queue": "queue", "key": "unique_key"}
 
 
 async def _record(tx: Tx, plans: Sequence[Planned], lease: float) -> dict[UUID, float]:
@@ -137,16 +148,22 @@ async def _record(tx: Tx, plans: Sequence[Planned], lease: float) -> dict[UUID, 
     return {row["id"]: row["lateness_seconds"] for row in rows}
 
 
-async def _enqueue(tx: Tx, plans: Sequence[Planned]) -> None:
+async def _enqueue(tx: Tx, plans: Sequence[Planned]) -> set[UUID]:
+    """The slots whose unique key somebody took meanwhile."""
+    held: set[UUID] = set()
     if not plans:
-        return
+        return held
     answers = await intake.enqueue(tx, [new_job(plan.row, plan.job_id, plan.due.slot) for plan in plans])
     for plan, answer in zip(plans, answers, strict=True):
         if isinstance(answer, dict) and answer["deduplicated"]:
             await tx.run(sql.HELD_KEY, {"id": plan.slot_id, "job_id": answer["id"]})
+            held.add(plan.slot_id)
+    return held
 
 
 def _why_skipped(plan: Planned) -> str:
+    if plan.key_held:
+        return f"job {plan.blocking_job} holds the unique key"
     if plan.blocking_job is not None:
         return f"job {plan.blocking_job} is unfinished"
     return "a run is unfinished"

@@ -1,5 +1,6 @@
 """The routes of schedules."""
 
+import asyncio
 from typing import Any
 
 from app.errors import InvalidInput
@@ -44,10 +45,21 @@ def _etag(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _if_match(call: Call) -> frozenset[str] | None:
-    header = call.request.headers.get("if-match")
-    if header is None:
+    """The editions that the caller has seen, `*` for any; RFC 9110 13.1.1: a weak tag never matches. Quotes may be
+    left out, as people do with curl."""
+    headers = call.request.headers.getlist("if-match")
+    if not headers:
         return None
-    return frozenset(tag.strip().removeprefix("W/").strip('"') for tag in header.split(","))
+    tags = [tag.strip() for header in headers for tag in header.split(",")]
+    return frozenset(tag if tag == "*" else tag.strip('"') for tag in tags if not tag.startswith("W/") and tag != '"*"')
+
+
+def _only_new(call: Call) -> bool:
+    """`If-None-Match: *`: make it, change none."""
+    tags = call.request.headers.getlist("if-none-match")
+    if tags and tags != ["*"]:
+        raise InvalidInput.at("header.If-None-Match", "only * is taken here: make the schedule where there is none")
+    return bool(tags)
 
 
 def _tolerance(call: Call) -> float:
@@ -75,7 +87,7 @@ def definition_of(body: schemas.PutSchedule) -> dict[str, Any]:
     definition = {name: getattr(body, name, None) for name in sql.DEFINITION}
     definition["backoff_base_seconds"], definition["backoff_cap_seconds"] = backoff.base_seconds, backoff.cap_seconds
     if body.cron is not None:
-        definition["timezone"] = body.timezone or "UTC"
+        definition["timezone"] = body.timezone if body.timezone is not None else "UTC"
     if body.queue is not None:
         definition["kind"] = body.kind or body.queue
         definition["payload"] = str(body.payload if body.payload is not None else NULL)
@@ -94,7 +106,13 @@ async def list_schedules(call: Call) -> Answer:
     return Answer(200, {"schedules": [schedule_view(row) for row in rows[:limit]], "next_cursor": cursor})
 
 
-@doors.get("/v1/schedules/{name}", scope="read", answers={200: schemas.Schedule}, refusals=("schedule-not-found",))
+@doors.get(
+    "/v1/schedules/{name}",
+    scope="read",
+    answers={200: schemas.Schedule},
+    refusals=("schedule-not-found",),
+    etag=True,
+)
 async def get_schedule(call: Call) -> Answer:
     """Read one schedule.
 
@@ -111,7 +129,8 @@ async def get_schedule(call: Call) -> Answer:
     body=schemas.PutSchedule,
     answers={200: schemas.Schedule, 201: schemas.Schedule},
     refusals=("precondition-failed",),
-    headers=("If-Match",),
+    headers=("If-Match", "If-None-Match"),
+    etag=True,
 )
 async def put_schedule(call: Call) -> Answer:
     """Set all of a schedule.
@@ -119,7 +138,7 @@ async def put_schedule(call: Call) -> Answer:
     The same again changes nothing, so a deploy may put its schedules each time: the next time stays. Another payload
     keeps the next time; another cadence reckons it anew. Without `enabled` a paused schedule stays paused.
     """
-    definition, match = definition_of(call.body), _if_match(call)
+    definition, match, only_new = definition_of(call.body), _if_match(call), _only_new(call)
     row, created = await call.app.db.again(
         lambda tx: ops.put(
             tx,
@@ -127,11 +146,13 @@ async def put_schedule(call: Call) -> Answer:
             definition,
             enabled=call.body.enabled,
             if_match=match,
+            only_new=only_new,
             actor=call.caller.name,
             tolerance=_tolerance(call),
         )
     )
-    return Answer(201 if created else 200, schedule_view(row), _etag(row))
+    headers = {**_etag(row), "location": f"/v1/schedules/{row['name']}"} if created else _etag(row)
+    return Answer(201 if created else 200, schedule_view(row), headers)
 
 
 @doors.delete(
@@ -155,7 +176,9 @@ async def delete_schedule(call: Call) -> Answer:
     body=schemas.Why,
     body_required=False,
     answers={200: schemas.Schedule},
-    refusals=("schedule-not-found",),
+    refusals=("schedule-not-found", "precondition-failed"),
+    headers=("If-Match",),
+    etag=True,
 )
 async def pause_schedule(call: Call) -> Answer:
     """Pause a schedule: it fires no more until it is resumed; a run in progress goes on."""
@@ -168,7 +191,9 @@ async def pause_schedule(call: Call) -> Answer:
     body=schemas.Why,
     body_required=False,
     answers={200: schemas.Schedule},
-    refusals=("schedule-not-found",),
+    refusals=("schedule-not-found", "precondition-failed"),
+    headers=("If-Match",),
+    etag=True,
 )
 async def resume_schedule(call: Call) -> Answer:
     """Resume a paused schedule with the next slot of its grid; what was missed is not caught up."""
@@ -176,9 +201,15 @@ async def resume_schedule(call: Call) -> Answer:
 
 
 async def _switch(call: Call, act: Any) -> Answer:
+    match = _if_match(call)
     async with call.app.db.begin() as tx:
         row = await act(
-            tx, call.path["name"], actor=call.caller.name, reason=call.body.reason, tolerance=_tolerance(call)
+            tx,
+            call.path["name"],
+            actor=call.caller.name,
+            reason=call.body.reason,
+            tolerance=_tolerance(call),
+            if_match=match,
         )
     return Answer(200, schedule_view(row), _etag(row))
 
@@ -189,8 +220,16 @@ async def _switch(call: Call, act: Any) -> Answer:
     body=schemas.Fire,
     body_required=False,
     answers={201: Job, 200: Job, 202: schemas.Slot},
-    refusals=("schedule-not-found", "overlap", "idempotency-mismatch", "unique-key-held", "job-not-found"),
-    headers=("Idempotency-Key",),
+    refusals=(
+        "schedule-not-found",
+        "overlap",
+        "idempotency-mismatch",
+        "unique-key-held",
+        "job-not-found",
+        "schedule-broken",
+        "precondition-failed",
+    ),
+    headers=("Idempotency-Key", "If-Match"),
 )
 async def fire_schedule(call: Call) -> Answer:
     """Run a schedule now, also while it is paused; its next time stays.
@@ -202,6 +241,7 @@ async def fire_schedule(call: Call) -> Answer:
     if len(keys) > 1:
         raise InvalidInput.at("header.Idempotency-Key", "is given twice")
     key = check_key("header.Idempotency-Key", keys[0]) if keys else None
+    match = _if_match(call)
     digest = canonical_digest({"fire": call.path["name"], "force": call.body.force, "reason": call.body.reason})
     slot, job, created = await call.app.db.again(
         lambda tx: ops.fire(
@@ -212,9 +252,10 @@ async def fire_schedule(call: Call) -> Answer:
             force=call.body.force,
             key=key,
             digest=digest if key is not None else None,
+            if_match=match,
         )
     )
-    if job is None:
+    if slot is not None and job is None:
         return Answer(202, slot_view(slot))
     return Answer(201 if created else 200, job_view(job), {"location": f"/v1/jobs/{job['id']}"})
 
@@ -230,7 +271,8 @@ async def preview_schedule(call: Call) -> Answer:
     """The next times of a schedule, in UTC and on its own clock, with a note where that clock is odd."""
     async with call.app.db.begin() as tx:
         row = await ops.get(tx, call.path["name"], tolerance=_tolerance(call))
-    return Answer(200, ops.preview(row, call.query.count))
+    # 500 times of a rare cron take a quarter of a second of reckoning.
+    return Answer(200, await asyncio.to_thread(ops.preview, row, call.query.count))
 
 
 @doors.get(

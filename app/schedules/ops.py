@@ -4,10 +4,13 @@ Each holds the schedule's row lock, as the tick does, so that an edit and a firi
 end of a run, which touches the ledger alone, undoes no edit.
 """
 
+import json
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
+
+import psycopg
 
 from app.audit.record import record
 from app.db import Tx
@@ -76,7 +79,7 @@ def first_times(definition: Mapping[str, Any], now: datetime) -> tuple[datetime 
     """(anchor, first time) of a new cadence. Raises InvalidInput for a cadence that cannot be."""
     try:
         if definition["cron"] is not None:
-            return None, grid.next_after(grid.cron(definition["cron"], definition["timezone"] or "UTC"), now)
+            return None, grid.next_after(grid.cron(definition["cron"], definition["timezone"]), now)
     except grid.BadCadence as error:
         raise InvalidInput.at(f"body.{error.member}", str(error)) from None
     first = now + timedelta(seconds=min(definition["startup_grace_seconds"], definition["every_seconds"]))
@@ -92,6 +95,7 @@ async def put(
     if_match: frozenset[str] | None,
     actor: str,
     tolerance: float,
+    only_new: bool = False,
 ) -> tuple[dict[str, Any], bool]:
     """Set all of a schedule; (the schedule, whether it is new). One that is the same already changes nothing.
 
@@ -102,6 +106,8 @@ async def put(
     for _ in range(3):
         row = await tx.row(sql.LOCK, {"name": name, "tolerance": tolerance})
         _check_edition(row, if_match)
+        if row is not None and only_new:
+            raise PreconditionFailed("The schedule exists already.", etag=f'"{row["edition"]}"')
         if row is not None:
             await _change(tx, row, definition, enabled=enabled, actor=actor)
             return await get(tx, name, tolerance=tolerance), False
@@ -133,10 +139,14 @@ async def _change(
     tx: Tx, row: dict[str, Any], definition: Mapping[str, Any], *, enabled: bool | None, actor: str
 ) -> None:
     name = row["name"]
-    changed = {key: value for key, value in definition.items() if row[key] != value}
+    changed = {key: value for key, value in definition.items() if not _same(key, row[key], value)}
+    unreadable = _unreadable(row)
+    if unreadable and not changed:
+        # A row that was damaged: the same PUT mends it.
+        changed = {key: definition[key] for key in sql.CADENCE}
     if changed:
         await tx.run(sql.REDEFINE, {**definition, "name": name, "edition": new_token()})
-        if changed.keys() & set(sql.CADENCE):
+        if unreadable or changed.keys() & set(sql.CADENCE):
             anchor, first = first_times(definition, row["now"])
             await tx.run(sql.RESET, {"name": name, "anchor_at": anchor, "next_run_at": first})
             before, row = row, await _locked(tx, name)
@@ -157,20 +167,46 @@ async def _change(
         await _resume(tx, row, actor=actor, reason=None)
 
 
+def _unreadable(row: dict[str, Any]) -> bool:
+    try:
+        read_cadence(row)
+    except ValueError:
+        return True
+    return False
+
+
+def _same(name: str, stored: Any, given: Any) -> bool:
+    """Payloads are compared as JSON: white space and the order of keys are no edit, 1 and 1.0 are two."""
+    if stored == given or name != "payload" or stored is None or given is None:
+        return bool(stored == given)
+    return _canonical(stored) == _canonical(given)
+
+
+def _canonical(text: str) -> str:
+    def number(digits: str) -> dict[str, str]:
+        return {"": digits}
+
+    return json.dumps(json.loads(text, parse_int=number, parse_float=number), sort_keys=True)
+
+
 def _shown(values: Mapping[str, Any]) -> dict[str, Any]:
     """For the audit: a payload is only named."""
     return {key: "changed" if key == "payload" else value for key, value in values.items() if value is not None}
 
 
-async def pause(tx: Tx, name: str, *, actor: str, reason: str | None, tolerance: float) -> dict[str, Any]:
+async def pause(
+    tx: Tx, name: str, *, actor: str, reason: str | None, tolerance: float, if_match: frozenset[str] | None = None
+) -> dict[str, Any]:
     """Stop firing. One that is paused already stays as it is."""
-    await _pause(tx, await _locked(tx, name), actor=actor, reason=reason)
+    await _pause(tx, await _locked(tx, name, if_match), actor=actor, reason=reason)
     return await get(tx, name, tolerance=tolerance)
 
 
-async def resume(tx: Tx, name: str, *, actor: str, reason: str | None, tolerance: float) -> dict[str, Any]:
+async def resume(
+    tx: Tx, name: str, *, actor: str, reason: str | None, tolerance: float, if_match: frozenset[str] | None = None
+) -> dict[str, Any]:
     """Go on with the next slot of the grid; the paused ones make one row of the ledger and are not caught up."""
-    await _resume(tx, await _locked(tx, name), actor=actor, reason=reason)
+    await _resume(tx, await _locked(tx, name, if_match), actor=actor, reason=reason)
     return await get(tx, name, tolerance=tolerance)
 
 
@@ -232,19 +268,29 @@ async def delete(tx: Tx, name: str, *, if_match: frozenset[str] | None, actor: s
     """Its jobs and its ledger stay, and a run in progress still ends its slot."""
     row = await _locked(tx, name, if_match)
     await tx.run(sql.DELETE, {"name": name})
+    await tx.run(sql.FORGET_KEYS, {"name": name})
     before = _shown({key: row[key] for key in sql.DEFINITION})
     await record(tx, actor=actor, action="schedule.delete", target=name, reason=None, before=before, after=None)
 
 
 async def fire(
-    tx: Tx, name: str, *, actor: str, reason: str | None, force: bool, key: str | None, digest: bytes | None
-) -> tuple[dict[str, Any], dict[str, Any] | None, bool]:
+    tx: Tx,
+    name: str,
+    *,
+    actor: str,
+    reason: str | None,
+    force: bool,
+    key: str | None,
+    digest: bytes | None,
+    if_match: frozenset[str] | None = None,
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None, bool]:
     """Run now, also while paused; the grid stays. (row of the ledger, job or None for a task, whether it is new).
 
-    Raises Overlap naming the unfinished job, unless forced, and IdempotencyMismatch. `key` makes it repeatable for as
+    Raises Overlap naming the unfinished job, unless forced, IdempotencyMismatch, PreconditionFailed, and
+    ScheduleBroken where what is stored of its target makes no job. `key` makes it repeatable for as
     long as the row of the ledger is kept (at least 24 hours); `digest` is of what was asked.
     """
-    row = await _locked(tx, name)
+    row = await _locked(tx, name, if_match)
     if key is not None:
         known = await tx.row(sql.FIRED_WITH_KEY, {"name": name, "key": key})
         if known is not None:
@@ -263,11 +309,20 @@ async def fire(
         more: dict[str, Any] = {"reject_conflict": True}
         if key is not None:
             # With a key of a client the job is kept at least 24 hours, as long as a repeat must find it.
-            more |= {"idempotency_key": f"schedule/{name}/{key}", "content_sha256": digest}
-        [answer] = await intake.enqueue(tx, [new_job(row, None, None, **more)])
+            # It is this schedule's, not that of one deleted under the same name.
+            born = int(row["created_at"].timestamp() * 1_000_000)
+            more |= {"idempotency_key": f"schedule/{name}/{born}/{key}", "content_sha256": digest}
+        try:
+            [answer] = await intake.enqueue(tx, [new_job(row, None, None, **more)])
+        except (psycopg.IntegrityError, psycopg.DataError) as error:
+            says = (str(error).strip().splitlines() or ["it is refused"])[0]
+            raise ScheduleBroken(f"Schedule {name!r} makes no job: {says}", schedule=name) from error
         if isinstance(answer, Refusal):
             raise answer
         job = answer
+        if job["deduplicated"]:
+            # Its row of the ledger is gone, the job is still here.
+            return None, job, False
     slot = await tx.row(
         sql.RECORD_BY_HAND,
         {
@@ -319,7 +374,12 @@ def preview(row: dict[str, Any], count: int) -> dict[str, Any]:
             graced = "after the grace of a restart" if row["grace_for"] is not None else grid.note(cadence, at)
             times.append({"utc": at, "local": at.astimezone(zone), "note": graced})
         while len(times) < count:
-            at = grid.next_after(cadence, at)
+            try:
+                at = grid.next_after(cadence, at)
+            except grid.BadCadence:
+                if times:
+                    break  # the years end
+                raise
             times.append({"utc": at, "local": at.astimezone(zone), "note": grid.note(cadence, at)})
     except (ValueError, OverflowError) as error:
         raise ScheduleBroken(

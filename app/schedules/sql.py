@@ -14,6 +14,10 @@ def _readable(column: str) -> str:
     )
 
 
+def _clamped(column: str) -> str:
+    return f"least(greatest({column}, timestamptz '1970-01-01 00:00+00'), timestamptz '9999-12-30 00:00+00')"
+
+
 CADENCE = ("every_seconds", "cron", "timezone")
 
 JOB_FIELDS = (
@@ -40,17 +44,26 @@ _DEFINED = ", ".join("s.payload::text AS payload" if name == "payload" else f"s.
 _UNFINISHED_JOB = """j.schedule IS NOT NULL
     AND (j.status IN ('queued', 'processing') OR j.status = 'manual_review' AND j.recovery_policy = 'manual')"""
 
+# What was noted in `blocked_by` still blocks: an unfinished run, or whoever holds the unique key of its jobs.
+_BLOCKS = f"""s.enabled AND (s.overlap = 'skip' AND {_UNFINISHED_JOB}
+    OR s.unique_key = j.unique_key AND s.queue = j.queue AND j.status IN ('queued', 'processing', 'manual_review'))"""
+
 _UNFINISHED_TASK = """r.task IS NOT NULL AND r.ended_at IS NULL
     AND (r.lease_expires_at IS NULL OR r.lease_expires_at > fencepost_now())"""
 
 _DAMAGED = "(s.next_run_at IS NULL OR s.next_run_at = '-infinity' OR s.next_run_at > '9999-12-30 00:00+00')"
 
+# Also of a damaged row, whose time would never come.
+_GRACE = "least(greatest(s.startup_grace_seconds, 0), 86400)"
+
 SCHEDULE = f"""
     s.name, s.edition, {_DEFINED}, {_readable("s.anchor_at")} AS anchor_at, {_readable("s.next_run_at")} AS next_run_at,
-    {_readable("s.grace_for")} AS grace_for, s.enabled, s.paused_by, s.paused_reason, s.paused_since, s.last_fired_at,
-    s.worst_lateness_seconds, s.error, s.skip_row, s.created_at, s.updated_at,
+    {_readable("s.grace_for")} AS grace_for, s.enabled, s.paused_by, s.paused_reason,
+    {_readable("s.paused_since")} AS paused_since, {_readable("s.last_fired_at")} AS last_fired_at,
+    s.worst_lateness_seconds, s.error, s.skip_row, {_clamped("s.created_at")} AS created_at,
+    {_clamped("s.updated_at")} AS updated_at,
     s.enabled AND ({_DAMAGED} OR s.next_run_at < fencepost_now() - %(tolerance)s {_SECONDS}) AS overdue,
-    (SELECT j.id FROM jobs j WHERE j.id = s.blocked_by AND {_UNFINISHED_JOB}) AS blocked_by, fencepost_now() AS now"""
+    (SELECT j.id FROM jobs j WHERE j.id = s.blocked_by AND {_BLOCKS}) AS blocked_by, fencepost_now() AS now"""
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
@@ -60,8 +73,9 @@ LOCK = f"{GET} FOR UPDATE OF s"
 
 LIST = f"SELECT {SCHEDULE} FROM schedules s WHERE s.name > %(after)s ORDER BY s.name LIMIT %(limit)s"
 
-_SLOT = """l.id, l.slot_at, l.first_slot_at, l.manual, l.fired_at, l.lateness_seconds, l.outcome, l.count, l.reason,
-    l.job_id, l.task, l.ended_at"""
+_SLOT = f"""l.id, {_clamped("l.slot_at")} AS slot_at, {_clamped("l.first_slot_at")} AS first_slot_at, l.manual,
+    {_clamped("l.fired_at")} AS fired_at, l.lateness_seconds, l.outcome, l.count, l.reason, l.job_id, l.task,
+    {_readable("l.ended_at")} AS ended_at"""
 
 SLOTS = f"""
 SELECT {_SLOT} FROM schedule_slots l
@@ -82,8 +96,8 @@ SELECT t.kind, t.name, t.since, t.job_id, t.error FROM (
     (SELECT 'overdue', s.name, NULL, NULL, NULL FROM schedules s
      WHERE s.enabled AND {_DAMAGED} AND s.next_run_at IS DISTINCT FROM '-infinity' LIMIT 1000)
     UNION ALL
-    (SELECT 'blocked', s.name, s.last_fired_at, j.id, NULL FROM schedules s JOIN jobs j ON j.id = s.blocked_by
-     WHERE {_UNFINISHED_JOB} LIMIT 1000)
+    (SELECT 'blocked', s.name, {_readable("s.last_fired_at")}, j.id, NULL
+     FROM schedules s JOIN jobs j ON j.id = s.blocked_by WHERE {_BLOCKS} LIMIT 1000)
     UNION ALL
     (SELECT 'broken', s.name, NULL, NULL, left(s.error, 500) FROM schedules s WHERE s.error IS NOT NULL LIMIT 1000)
 ) t
@@ -138,6 +152,9 @@ WHERE name = %(name)s AND NOT enabled
 
 DELETE = "DELETE FROM schedules WHERE name = %(name)s"
 
+# Keys of firings by hand are the old schedule's; one made anew under the name has none yet.
+FORGET_KEYS = "UPDATE schedule_slots SET request_key = NULL WHERE schedule = %(name)s AND request_key IS NOT NULL"
+
 FIRED_BY_HAND = "UPDATE schedules SET last_fired_at = fencepost_now(), skip_row = NULL WHERE name = %(name)s"
 
 FIRED_WITH_KEY = f"""
@@ -170,7 +187,7 @@ _ADOPTABLE = """s.enabled AND s.next_run_at <= fencepost_now() AND s.next_run_at
 
 ADOPT = f"""
 UPDATE schedules s SET grace_for = s.next_run_at,
-    next_run_at = fencepost_now() + s.startup_grace_seconds {_SECONDS}
+    next_run_at = fencepost_now() + {_GRACE} {_SECONDS}
 WHERE {_ADOPTABLE}
     AND s.name = ANY(ARRAY(SELECT s.name FROM schedules s WHERE {_ADOPTABLE} FOR UPDATE SKIP LOCKED))
     AND EXISTS (SELECT FROM loops l WHERE l.name = %(loop)s
@@ -188,7 +205,7 @@ REPAIR = f"""
 WITH damaged AS MATERIALIZED (
     SELECT s.name, s.edition FROM schedules s WHERE {_REPAIRABLE} FOR UPDATE SKIP LOCKED
 ), repaired AS (
-    UPDATE schedules s SET next_run_at = fencepost_now() + s.startup_grace_seconds {_SECONDS}, grace_for = NULL,
+    UPDATE schedules s SET next_run_at = fencepost_now() + {_GRACE} {_SECONDS}, grace_for = NULL,
         error = 'next_run_at was ' || coalesce(s.next_run_at::text, 'null') || '; set to now + grace'
     WHERE s.name = ANY(ARRAY(SELECT d.name FROM damaged d))
     RETURNING s.name
@@ -229,11 +246,20 @@ ALONE = f"{ALONE_UNLOCKED} FOR UPDATE OF s SKIP LOCKED"
 UNFINISHED = f"""
 SELECT n.name, u.job_id, u.since FROM unnest(%(names)s::text[]) AS n(name)
 CROSS JOIN LATERAL (
-    (SELECT j.id AS job_id, coalesce(j.slot_at, j.created_at) AS since FROM jobs j
+    (SELECT j.id AS job_id, {_clamped("coalesce(j.slot_at, j.created_at)")} AS since FROM jobs j
      WHERE j.schedule = n.name AND {_UNFINISHED_JOB} ORDER BY j.created_at LIMIT 1)
     UNION ALL
-    (SELECT NULL, r.slot_at FROM schedule_slots r WHERE r.schedule = n.name AND {_UNFINISHED_TASK} LIMIT 1)
+    (SELECT NULL, {_clamped("r.slot_at")} FROM schedule_slots r
+     WHERE r.schedule = n.name AND {_UNFINISHED_TASK} LIMIT 1)
 ) u
+"""
+
+# Jobs of others that hold the unique key of a schedule's jobs.
+KEY_HELD = f"""
+SELECT i.name, j.id AS job_id, {_clamped("j.created_at")} AS since
+FROM unnest(%(names)s::text[], %(queues)s::text[], %(keys)s::text[]) AS i(name, queue, key)
+JOIN jobs j ON j.queue = i.queue AND j.unique_key = i.key AND j.unique_key IS NOT NULL
+    AND j.status IN ('queued', 'processing', 'manual_review')
 """
 
 EXTEND_SKIP = """
@@ -309,7 +335,7 @@ SELECT extract(epoch FROM min(next_run_at) - fencepost_now())::float8 AS seconds
 WHERE enabled AND next_run_at > fencepost_now() AND next_run_at < fencepost_now() + interval '1 day'
 """
 
-SHORT_WAIT = "SELECT set_config('lock_timeout', %(wait)s, true)"
+PATIENCE = "SELECT set_config('lock_timeout', %(wait)s, true), set_config('statement_timeout', %(most)s, true)"
 
 # --- maintenance runs ------------------------------------------------------------------------------------------------
 

@@ -36,14 +36,23 @@ ALONE = 200
 """So many rows that gave trouble are tried in one pass, each by itself."""
 
 FROM_CODE_GRACE = 60.0
-BATCH_LOCK_WAIT, ALONE_LOCK_WAIT, HASTY_LOCK_WAIT = "500ms", "100ms", "10ms"
-"""What a firing waits for a lock: with others, alone, and alone while others of its batch wait. One blocked row then
-delays the others by less than a second."""
+TOGETHER = {"wait": "500ms", "most": "1s"}
+ALONE_AT_MOST = {"wait": "100ms", "most": "300ms"}
+HASTY = {"wait": "10ms", "most": "300ms"}
+"""What a firing waits for a lock, and how long a statement of it may take: with others, alone, and alone while others
+of its batch wait. One row that is blocked or slow then delays the others by about a second."""
+
+MOST_PATIENCE = 5_000
+"""Milliseconds that a statement of a row alone may take after some tries: a database that is slow for all must not keep
+its schedules from running."""
 
 BLOCKED_SECONDS = 0.5
-"""So long a pass may wait for locks of rows that gave trouble; the rest of them have their turn in the next."""
+"""So long a pass may spend on rows that gave trouble and are slow; the rest of them have their turn in the next."""
 
-LOCK_NOT_AVAILABLE = "55P03"
+BATCH_SECONDS = 2.0
+"""The same for a batch whose rows are tried alone."""
+
+LOCK_NOT_AVAILABLE, QUERY_CANCELED = "55P03", "57014"
 MAX_BACK_OFF = 30.0
 SAID_AGAIN = 60.0
 """Seconds after which a trouble that lasts is logged again."""
@@ -112,7 +121,7 @@ class Ticker:
         steps = self._steps()
         try:
             async with self._db.begin() as tx:
-                await tx.row(sql.SHORT_WAIT, {"wait": BATCH_LOCK_WAIT})
+                await tx.row(sql.PATIENCE, TOGETHER)
                 done = [(step.what, await tx.rows(step.statement, step.params)) for step in steps]
         except (psycopg.Error, Unavailable) as error:
             if _lost(error):
@@ -185,7 +194,7 @@ class Ticker:
     async def _step(self, step: _Step, names: list[str] | None) -> list[dict[str, Any]]:
         params = step.params if names is None else {**step.params, "names": names}
         async with self._db.begin() as tx:
-            await tx.row(sql.SHORT_WAIT, {"wait": ALONE_LOCK_WAIT})
+            await tx.row(sql.PATIENCE, ALONE_AT_MOST)
             return await tx.rows(step.statement, params)
 
     def _say(self, key: str, text: str) -> None:
@@ -214,7 +223,7 @@ class Ticker:
         rows: list[dict[str, Any]] = []
         try:
             async with self._db.begin() as tx:
-                await tx.row(sql.SHORT_WAIT, {"wait": BATCH_LOCK_WAIT})
+                await tx.row(sql.PATIENCE, TOGETHER)
                 rows = await tx.rows(sql.DUE, params)
                 fired = await self._fire(tx, rows, advance=True) if rows else Fired()
         except (psycopg.Error, Unavailable, AdvanceRefused) as error:
@@ -228,8 +237,12 @@ class Ticker:
                     raise
             self._say("batch", f"a batch of schedules failed, each is tried alone: {_text(error)}")
             fired = Fired(rows=len(rows))
+            began = time.monotonic()
             for row in rows:
-                fired.slots += (await self._alone(row["edition"], row["name"], row, wait=HASTY_LOCK_WAIT)).slots
+                if time.monotonic() - began > BATCH_SECONDS:
+                    self._aside.setdefault(row["edition"], _Aside(row["name"]))
+                    continue
+                fired.slots += (await self._alone(row["edition"], row["name"], row, patience=HASTY)).slots
             return fired
         await self._committed(fired)
         return fired
@@ -240,18 +253,19 @@ class Ticker:
         waiting = sorted(self._aside.items(), key=lambda item: item[1].next_try)
         for edition, aside in [item for item in waiting if item[1].next_try <= began][:ALONE]:
             before = time.monotonic()
-            fired = await self._alone(edition, aside.name, None, wait=ALONE_LOCK_WAIT)
+            fired = await self._alone(edition, aside.name, None, patience=self._patience(aside))
             moved += len(fired.slots)
-            if fired.blocked:
-                blocked += time.monotonic() - before
+            spent = time.monotonic() - before
+            if fired.blocked or spent > 0.05:
+                blocked += spent
                 if blocked >= BLOCKED_SECONDS:
                     break
         return moved
 
-    async def _alone(self, edition: UUID, name: str, row: dict[str, Any] | None, *, wait: str) -> Fired:
+    async def _alone(self, edition: UUID, name: str, row: dict[str, Any] | None, *, patience: dict[str, str]) -> Fired:
         try:
             async with self._db.begin() as tx:
-                await tx.row(sql.SHORT_WAIT, {"wait": wait})
+                await tx.row(sql.PATIENCE, patience)
                 rows = await tx.rows(sql.ALONE, {"tolerance": self._tolerance, "name": name})
                 fired = await self._fire(tx, rows, advance=True)
         except (psycopg.Error, Unavailable, AdvanceRefused) as error:
@@ -260,18 +274,21 @@ class Ticker:
             if _sqlstate(error) == LOCK_NOT_AVAILABLE:
                 self._set_aside(edition, name, every_pass=True)
                 return Fired(blocked=True)
-            return await self._unadvanced(edition, name, row, error)
+            return await self._unadvanced(edition, name, row, error, patience)
         if not fired.broken:
             self._aside.pop(edition, None)
         await self._committed(fired)
         return fired
 
-    async def _unadvanced(self, edition: UUID, name: str, row: dict[str, Any] | None, cause: Exception) -> Fired:
+    async def _unadvanced(
+        self, edition: UUID, name: str, row: dict[str, Any] | None, cause: Exception, patience: dict[str, str]
+    ) -> Fired:
         """The row cannot be advanced: its slot and job go without. The unique slot keeps that from doubling, and the
         next period's slot fires though the time stays behind."""
+        rows: list[dict[str, Any]] = []
         try:
             async with self._db.begin() as tx:
-                await tx.row(sql.SHORT_WAIT, {"wait": ALONE_LOCK_WAIT})
+                await tx.row(sql.PATIENCE, patience)
                 rows = await tx.rows(sql.ALONE_UNLOCKED, {"tolerance": self._tolerance, "name": name})
                 fired = await self._fire(tx, rows, advance=False)
         except (psycopg.Error, Unavailable) as error:
@@ -279,6 +296,7 @@ class Ticker:
                 raise
             await self._mark(edition, name, f"cannot be fired: {_text(error)}")
             self._set_aside(edition, name)
+            row = rows[0] if rows else row
             if row is not None and row["task"] is not None:
                 self.runs.begin_unrecorded(row["task"], self._period(row))
             return Fired()
@@ -298,6 +316,10 @@ class Ticker:
         except ValueError:
             return 3600.0
 
+    @staticmethod
+    def _patience(aside: _Aside) -> dict[str, str]:
+        return {**ALONE_AT_MOST, "most": f"{min(MOST_PATIENCE, 300 * 2 ** min(aside.tries, 5))}ms"}
+
     def _set_aside(self, edition: UUID, name: str, *, every_pass: bool = False) -> None:
         aside = self._aside.setdefault(edition, _Aside(name))
         aside.tries += 1
@@ -309,7 +331,7 @@ class Ticker:
         telemetry.publish("broken")
         try:
             async with self._db.begin() as tx:
-                await tx.row(sql.SHORT_WAIT, {"wait": ALONE_LOCK_WAIT})
+                await tx.row(sql.PATIENCE, ALONE_AT_MOST)
                 await tx.run(sql.MARK, {"name": name, "edition": edition, "error": text[:1000]})
         except (psycopg.Error, Unavailable) as error:
             if _lost(error):
@@ -333,10 +355,17 @@ def _sqlstate(error: BaseException) -> str:
 
 
 def _lost(error: BaseException) -> bool:
-    """The connection or the server, not the statement."""
+    """The connection or the server, not the statement; a statement that was cut off for its time is the statement's."""
     if isinstance(error, AdvanceRefused) or (isinstance(error, Unavailable) and error.__cause__ is None):
         return False
-    return _sqlstate(error)[:2] in ("", "08", "57")
+    cause = error.__cause__ if isinstance(error, Unavailable) else error
+    state = _sqlstate(error)
+    if not state:
+        # Without one it was not the server that complained; a value that cannot be read is a DataError.
+        return not isinstance(cause, psycopg.Error) or isinstance(
+            cause, (psycopg.OperationalError, psycopg.InterfaceError)
+        )
+    return state[:2] == "08" or (state[:2] == "57" and state != QUERY_CANCELED)
 
 
 def _text(error: BaseException) -> str:

@@ -33,6 +33,7 @@ HEADERS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "Makes the call repeatable: the same key and content answer with the same job.",
         {"type": "string", "minLength": 1, "maxLength": 200},
     ),
+    "If-None-Match": ("`*`: only where there is none yet; else 412.", {"type": "string", "enum": ["*"]}),
     "If-Match": ("The ETag that was read; another one now answers 412.", {"type": "string"}),
 }
 DESCRIPTION = """\
@@ -265,6 +266,11 @@ def _operation(door: Door, schemas: _Schemas) -> dict[str, Any]:
             response["content"] = {door.media.partition(";")[0]: {"schema": {"type": "string"}}}
         if status == 201:
             response["headers"] = {"Location": {"description": "Where it is.", "schema": {"type": "string"}}}
+        if door.etag and status in (200, 201) and model is not None:
+            response.setdefault("headers", {})["ETag"] = {
+                "description": "The edition, for `If-Match`.",
+                "schema": {"type": "string"},
+            }
         responses[str(status)] = response
     for status, codes in codes_of(door).items():
         responses[str(status)] = _problem_response(status, codes)

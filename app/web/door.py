@@ -141,6 +141,8 @@ class Door:
     """Of the good answers; pages and metrics have their own."""
     listed: bool = True
     """Whether the OpenAPI document shows it."""
+    etag: bool = False
+    """Whether the good answers carry an ETag."""
 
     @property
     def reads_body(self) -> bool:
@@ -171,6 +173,7 @@ class Doors:
         headers: tuple[str, ...] = (),
         media: str = "application/json",
         listed: bool = True,
+        etag: bool = False,
     ) -> Callable[[Handler], Handler]:
         def decorate(handler: Handler) -> Handler:
             words = cast("types.FunctionType", handler).__name__.split("_")
@@ -195,6 +198,7 @@ class Doors:
                     headers=headers,
                     media=media,
                     listed=listed,
+                    etag=etag,
                 )
             )
             return handler

@@ -74,6 +74,8 @@ def test_29_february():
             "@reboot",
             "@often",
             "H * * * *",
+            "0\x1c0 * * *",
+            "0\n0 * * *",
         ),
         *("*/90 * * * *", "*/0 * * * *", "60 * * * *", "0 24 * * *", "٣ * * * *", "0 0 * * MON#2/3", "0 0 ? * *"),
         *("0 0 " + "1," * 200 + "1 * *", " 0 0 * * *", "*/" + "9" * 100 + " * * * *"),
@@ -87,7 +89,9 @@ def test_refused_quickly(text):
     assert refused.value.member == "cron"
 
 
-@pytest.mark.parametrize("name", ["Mars/Olympus", "europe/berlin", "../../etc/passwd", "", "EST5EDT\0", "localtime"])
+@pytest.mark.parametrize(
+    "name", ["Mars/Olympus", "europe/berlin", "../../etc/passwd", "", "EST5EDT\0", "localtime", "Factory"]
+)
 def test_zones_are_those_of_the_package(name):
     with pytest.raises(BadCadence) as refused:
         cron("0 0 * * *", name)
@@ -161,3 +165,46 @@ def test_notes():
     assert "first" in note(both, local(2026, 11, 1, 1, 30))
     assert "second" in note(both, local(2026, 11, 1, 1, 30, fold=1))
     assert note(interval(60, local(2026, 1, 1)), local(2026, 1, 1)) is None
+
+
+def day_of(text: str, zone: str, day: datetime) -> list[datetime]:
+    """The slots of the 25 hours and more of a local day."""
+    schedule, at, found = cron(text, zone), day - timedelta(minutes=1), []
+    while (at := next_after(schedule, at)) < day + timedelta(hours=30):
+        found.append(at)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("zone", "change"),
+    [
+        ("Europe/London", datetime(2027, 10, 31, 1, 0, tzinfo=UTC)),
+        ("Europe/Lisbon", datetime(2027, 10, 31, 1, 0, tzinfo=UTC)),
+        ("Antarctica/Troll", datetime(2027, 10, 31, 1, 0, tzinfo=UTC)),
+        ("Africa/Casablanca", datetime(2027, 3, 14, 2, 0, tzinfo=UTC)),
+        ("Europe/Berlin", datetime(2027, 10, 31, 1, 0, tzinfo=UTC)),
+        ("America/Sao_Paulo", datetime(2019, 2, 17, 2, 0, tzinfo=UTC)),
+    ],
+)
+def test_every_hour_of_an_overlap_runs_also_where_the_later_offset_is_zero(zone, change):
+    """The autumn of London ends at the offset zero, which Python takes for false."""
+    begin = change - timedelta(hours=6)
+    found = day_of("30 * * * *", zone, begin)
+    assert found == [begin + timedelta(minutes=30 + 60 * n) for n in range(len(found))], "each real hour, once"
+    assert len(day_of("* * * * *", zone, begin)) == 30 * 60
+    for at in found:
+        assert overdue(cron("30 * * * *", zone), at, at + timedelta(minutes=59)).slot == at
+
+
+@pytest.mark.parametrize(
+    ("text", "zone", "slot"),
+    [
+        ("0 */12 * * *", "Africa/Cairo", datetime(2027, 4, 29, 22, 0, tzinfo=UTC)),
+        ("0 */12 * * *", "America/Santiago", datetime(2027, 9, 5, 4, 0, tzinfo=UTC)),
+        ("0 */2 * * *", "Europe/Berlin", datetime(2027, 3, 28, 1, 0, tzinfo=UTC)),
+    ],
+)
+def test_a_stepped_hour_in_the_gap_runs_after_it(text, zone, slot):
+    """Only where every hour is meant is none missing."""
+    assert slot in day_of(text, zone, slot - timedelta(hours=5))
+    assert next_after(cron(text, zone), slot - timedelta(minutes=1)) == slot

@@ -1,7 +1,10 @@
 """The routes of schedules, and the verbs of the command line over them."""
 
 import asyncio
+import http.server
+import threading
 
+import httpx2
 import pytest
 from typer.testing import CliRunner
 
@@ -78,6 +81,36 @@ async def test_if_match(client):
         answer = await call
         assert (answer.status_code, answer.json()["code"]) == (412, "precondition-failed")
     assert (await client.delete("/v1/schedules/s", headers={"if-match": changed.headers["etag"]})).status_code == 204
+
+
+async def test_preconditions(client):
+    new = {"if-none-match": "*"}
+    made = await client.put("/v1/schedules/s", json=EVERY, headers=new)
+    assert (made.status_code, made.headers["location"]) == (201, "/v1/schedules/s")
+    assert (await client.put("/v1/schedules/s", json=EVERY, headers=new)).status_code == 412
+    assert (await client.put("/v1/schedules/s", json=EVERY, headers={"if-none-match": '"x"'})).status_code == 422
+    tag = made.headers["etag"]
+    stale = '"0190a5b2-7c41-7b3e-9d52-5f7f3d9d2c11"'
+    for headers in ({"if-match": f"W/{tag}"}, {"if-match": '"*"'}, {"if-match": stale}):
+        for verb in ("pause", "resume", "fire"):
+            answer = await client.post(f"/v1/schedules/s/{verb}", headers=headers)
+            assert (answer.status_code, answer.json()["code"]) == (412, "precondition-failed")
+        assert (await client.put("/v1/schedules/s", json=EVERY, headers=headers)).status_code == 412
+    two_lines = [("if-match", stale), ("if-match", tag)]
+    assert (await client.put("/v1/schedules/s", json=EVERY, headers=two_lines)).status_code == 200
+    assert (await client.post("/v1/schedules/s/pause", headers={"if-match": f"{stale}, {tag}"})).status_code == 200
+
+
+async def test_an_empty_zone_is_refused(client):
+    answer = await client.put("/v1/schedules/s", json={"cron": "0 0 * * *", "timezone": "", "queue": "q"})
+    assert [error["place"] for error in answer.json()["errors"]] == ["body.timezone"]
+
+
+async def test_the_preview_of_a_rare_cron_shows_what_there_is(client):
+    await client.put("/v1/schedules/s", json={"cron": "0 0 29 2 */7", "queue": "q"})
+    answer = await client.get("/v1/schedules/s/preview?count=500")
+    assert answer.status_code == 200
+    assert 200 < len(answer.json()["times"]) < 500
 
 
 async def test_pause_resume_fire_without_a_body(client):
@@ -201,5 +234,47 @@ async def test_the_verbs(serve, monkeypatch):
         assert "by hand" in run("slots", "s")
         assert '"lateness_seconds"' in run("slots", "s", "--json")
         assert "schedule-not-found" in run("fire", "none", code=1)
+        run("put", "s", "--every", "60", "--queue", "q", "--payload", '{"a": 1.10, "b": 12345678901234567890123}')
+        assert '"a": 1.10, "b": 12345678901234567890123' in httpx2.get(f"{service.url}/v1/schedules/s").text
 
     await asyncio.to_thread(all_of_them)
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "says"),
+    [
+        (["pause", "\udcff"], {}, "UTF-8"),
+        (["put", "s", "--every", "60", "--queue", "q", "--payload", "[" * 100_000], {}, "nested too deep"),
+        (["put", "s", "--every", "60", "--queue", "q", "--payload", "{"], {}, "not JSON"),
+        (["list"], {"FENCEPOST_URL": "http://[::"}, "FENCEPOST_URL"),
+        (["list"], {"FENCEPOST_URL": "http://127.0.0.1:1"}, "does not answer"),
+        (["list"], {"FENCEPOST_KEY": "\u00e4"}, "FENCEPOST_KEY"),
+        (["list"], {"FENCEPOST_KEY": "a\nb"}, "FENCEPOST_KEY"),
+    ],
+)
+def test_what_a_verb_cannot_do_is_one_line(monkeypatch, words, environment, says):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(verbs, words)
+    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (1, True)
+    assert says in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_a_server_that_is_no_fencepost_is_told(monkeypatch):
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>hello</html>")
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("FENCEPOST_URL", f"http://127.0.0.1:{server.server_port}")
+        result = CliRunner().invoke(verbs, ["list"])
+        server.shutdown()
+    assert result.exit_code == 1
+    assert "no JSON" in result.output

@@ -189,8 +189,15 @@ async def test_a_task_whose_slot_cannot_be_written_runs_once_a_period_and_proces
         for _ in range(3):
             await one.tick()
             await one.runs.idle()
-    assert called == [1]
-    assert "cannot be fired" in (await read(db))["error"]
+        assert called == [1], "at most once a period"
+        assert "cannot be fired" in (await read(db))["error"]
+        # The next tries come from the rows set aside; a shorter period makes the next run due.
+        one.runs._unrecorded["prune"] -= 3601
+        for aside in one._aside.values():
+            aside.next_try = 0.0
+        await one.tick()
+        await one.runs.idle()
+    assert called == [1, 1], "and again in the next"
 
 
 # --- races -----------------------------------------------------------------------------------------------------------
@@ -257,6 +264,41 @@ async def test_firings_that_wait_for_a_lock_delay_the_others_by_a_second_at_most
     assert (await ticker(db).tick()).moved == blocked
 
 
+SLOW = """
+CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    IF {which} THEN PERFORM pg_sleep(20); END IF; RETURN new; END $$;
+CREATE TRIGGER slow BEFORE {when} FOR EACH ROW EXECUTE FUNCTION slow()
+"""
+
+
+@pytest.mark.parametrize(
+    ("which", "when"),
+    [
+        ("new.name = 'bad'", "UPDATE ON schedules"),
+        ("new.schedule = 'bad'", "INSERT ON jobs"),
+        ("new.schedule = 'bad'", "INSERT ON schedule_slots"),
+    ],
+)
+async def test_a_row_that_runs_into_the_time_out_stops_no_other(db, clock, database_url, which, when):
+    await put(db, "bad", every_seconds=60)
+    for number in range(5):
+        await put(db, f"good{number}", every_seconds=60)
+    with psycopg.connect(database_url, autocommit=True) as admin:
+        admin.execute(SLOW.format(which=which, when=when))
+        one = ticker(db)
+        loop = asyncio.get_running_loop()
+        for minute in (1, 2, 3):
+            clock.set(START + seconds(60 * minute))
+            began = loop.time()
+            await one.tick()
+            assert loop.time() - began < 6.0
+            for number in range(5):
+                assert len(await jobs(db, f"good{number}")) == minute
+        admin.execute("DROP TRIGGER slow ON " + when.split(" ON ")[1])
+    await ticker(db).tick()
+    assert START + seconds(180) in await jobs(db, "bad")
+
+
 # --- what is stored wrongly ------------------------------------------------------------------------------------------
 
 
@@ -300,6 +342,48 @@ async def test_a_broken_schedule_is_marked_and_stops_no_other(db, clock, damage)
     await ticker(db).tick()
     assert len(await jobs(db)) == 1
     assert (await read(db))["error"] is None
+
+
+@pytest.mark.parametrize("value", ["'infinity'", "'-infinity'", "'20000-01-01'"])
+@pytest.mark.parametrize(
+    "column", ["last_fired_at", "created_at", "updated_at", "paused_since", "anchor_at", "grace_for"]
+)
+async def test_an_instant_that_python_cannot_hold_stops_nothing(db, clock, column, value):
+    await put(db, every_seconds=60, overlap="skip")
+    await put(db, "other", every_seconds=60)
+    await change(db, f"UPDATE schedules SET {column} = {value} WHERE name = 's'")
+    await read(db)
+    clock.pass_(60)
+    await ticker(db).tick()
+    assert len(await jobs(db, "other")) == 1
+    await change(db, f"UPDATE schedule_slots SET fired_at = {value}, slot_at = {value} WHERE schedule = 's'")
+    await change(db, f"UPDATE jobs SET slot_at = {value} WHERE schedule = 's'")
+    clock.pass_(60)
+    await ticker(db).tick()
+    assert len(await jobs(db, "other")) == 2
+    async with db.begin() as tx:
+        await ops.page(tx, after="", limit=10, tolerance=5.0)
+        await ops.trouble(tx, tolerance=5.0)
+        await ops.slots(tx, "s", before=None, limit=10)
+        await ops.pause(tx, "s", actor="a", reason=None, tolerance=5.0)
+        await ops.resume(tx, "s", actor="a", reason=None, tolerance=5.0)
+    await put(db, cron="* * * * *")
+    async with db.begin() as tx:
+        await ops.delete(tx, "s", if_match=None, actor="a")
+
+
+async def test_the_same_put_mends_a_row_whose_cadence_cannot_be_read(db, clock):
+    await put(db, every_seconds=60)
+    await change(db, "UPDATE schedules SET anchor_at = NULL")
+    row = await put(db, every_seconds=60)
+    assert row["next_run_at"] == row["anchor_at"] == clock.now + seconds(60)
+
+
+async def test_an_endless_grace_of_a_damaged_row_is_a_day(db, clock):
+    await put(db, every_seconds=60)
+    await change(db, "UPDATE schedules SET startup_grace_seconds = 'infinity', next_run_at = NULL")
+    await ticker(db).tick()
+    assert (await read(db))["next_run_at"] == clock.now + DAY
 
 
 async def test_more_broken_schedules_than_a_batch_holds_stop_no_other(db, clock):
@@ -446,6 +530,8 @@ async def test_edits(db, clock):
     edited = await put(db, every_seconds=3600, payload='{"a": 1}', startup_grace_seconds=5.0, overlap="skip")
     assert edited["next_run_at"] == made["next_run_at"]
     assert edited["edition"] != made["edition"]
+    spaced = await put(db, every_seconds=3600, payload='{ "a":1 }', startup_grace_seconds=5.0, overlap="skip")
+    assert spaced["edition"] == edited["edition"], "white space is no edit"
     quicker = await put(db, every_seconds=20)
     assert quicker["next_run_at"] == quicker["anchor_at"] == clock.now + seconds(20)
     assert (await put(db, cron="0 13 * * *"))["next_run_at"] == START + HOUR
@@ -505,6 +591,27 @@ async def test_fire_with_a_key_is_repeatable_also_while_its_run_is_unfinished(db
     assert (first["id"], new, again) == (second["id"], True, False)
     with pytest.raises(ops.IdempotencyMismatch):
         await fire(db, key="k", digest=b"2")
+    await change(db, "DELETE FROM schedule_slots")
+    slot, third, again = await fire(db, key="k", digest=b"1", force=True)
+    assert (slot, third["id"], again) == (None, first["id"], False), "the job itself remembers"
+    async with db.begin() as tx:
+        await ops.delete(tx, "s", if_match=None, actor="a")
+    clock.pass_(1)
+    await put(db, every_seconds=60, queue="other")
+    _, anew, new = await fire(db, key="k", digest=b"1")
+    assert (anew["queue"], new) == ("other", True), "a schedule made anew has keys of its own"
+
+
+@pytest.mark.parametrize("damage", ["priority = 99", "payload = NULL", "max_attempts = -1", "recovery_policy = 'zzz'"])
+async def test_fire_of_a_damaged_target_is_refused_as_broken(db, clock, damage):
+    await put(db, every_seconds=60)
+    await put(db, "other", every_seconds=60)
+    await change(db, f"UPDATE schedules SET {damage} WHERE name = 's'")
+    with pytest.raises(ops.ScheduleBroken):
+        await fire(db)
+    clock.pass_(60)
+    await ticker(db).tick()
+    assert len(await jobs(db, "other")) == 1
 
 
 async def test_a_schedule_made_anew_under_an_old_name_does_not_run_an_old_slot_again(db, clock):
@@ -538,8 +645,46 @@ async def test_a_live_job_with_the_unique_key_of_a_schedule_stands_for_its_run(d
         made = await a_job(tx, "queued", unique_key="one")
     clock.pass_(60)
     await ticker(db).tick()
-    assert await ledger(db) == [("skipped_overlap", START + seconds(60), 1)]
+    for _ in range(2):
+        clock.pass_(60)
+        await ticker(db).tick()
+    assert await ledger(db) == [("skipped_overlap", START + seconds(180), 3)], "skips in a row are one row"
     assert await rows(db, "SELECT job_id FROM schedule_slots") == [{"job_id": made.id}]
+    row = await read(db)
+    assert (row["last_fired_at"], row["blocked_by"]) == (None, made.id)
+    async with db.begin() as tx:
+        assert (await ops.trouble(tx, tolerance=5.0))["blocked"][0]["job_id"] == made.id
+    await change(db, "DELETE FROM jobs")
+    clock.pass_(60)
+    await ticker(db).tick()
+    assert len(await jobs(db)) == 1
+
+
+async def test_a_key_that_was_taken_meanwhile_makes_no_run(db, clock, monkeypatch):
+    """Between the look at the holders and the insert; the insert decides."""
+    await put(db, every_seconds=60, unique_key="one")
+    async with db.begin() as tx:
+        await a_job(tx, "queued", unique_key="one")
+    monkeypatch.setattr(
+        tick_module.sql,
+        "KEY_HELD",
+        "SELECT NULL AS name FROM unnest(%(names)s::text[], %(queues)s::text[], %(keys)s::text[]) WHERE false",
+    )
+    clock.pass_(60)
+    assert (await ticker(db).tick()).moved == 0
+    assert await ledger(db) == [("skipped_overlap", START + seconds(60), 1)]
+
+
+async def test_nobody_is_called_blocked_who_is_paused_or_may_overlap(db, clock):
+    await put(db, every_seconds=60, overlap="skip")
+    for _ in range(3):
+        clock.pass_(60)
+        await ticker(db).tick()
+    assert (await read(db))["blocked_by"] is not None
+    await put(db, every_seconds=60, overlap="allow")
+    assert (await read(db))["blocked_by"] is None
+    await put(db, every_seconds=60, overlap="skip", enabled=False)
+    assert (await read(db))["blocked_by"] is None
 
 
 # --- maintenance runs ------------------------------------------------------------------------------------------------
