@@ -1,4 +1,4 @@
-"""The verb `soak`: the whole of the reliability figures, by hand or at night. About six minutes on two cores."""
+"""The verb `soak`: the whole of the reliability figures, by hand or at night. About 15 minutes on two cores."""
 
 import argparse
 import json
@@ -10,8 +10,9 @@ from typing import Any
 
 from tests.reliability import blackbox, claimtime, latency
 from tests.reliability.workload import Size
+from tests.schedules import processes
 
-PARTS = ("kills", "reclaim", "claim")
+PARTS = ("kills", "reclaim", "claim", "schedules")
 
 
 def main(arguments: list[str]) -> int:
@@ -35,6 +36,9 @@ def main(arguments: list[str]) -> int:
         good &= all(part["p99_seconds"] <= part["goal_seconds"] for part in found["reclaim"].values())
     if "claim" in parts:
         found["claim"] = claimtime.run(given.finished, say=_say)
+    if "schedules" in parts:
+        found["schedules"] = processes.run(seed, say=_say)
+        good &= not found["schedules"]["violations"]
     text = json.dumps(found, indent=1)
     print(text)
     if given.json:

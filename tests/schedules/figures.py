@@ -3,6 +3,8 @@
 - restarts: a schedule of every 20 s while the service is restarted every 6 s for 90 s, half of the ends by kill -9
 - lateness: 1 000 schedules of 1 s on one instance for 30 s, from slot to firing
 - idle: a tick with 10 000 schedules of which none is due
+
+The longer loops of restarts, which judge, are in `processes.py`.
 """
 
 import asyncio

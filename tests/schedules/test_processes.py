@@ -1,6 +1,7 @@
 """Real processes on one database: several instances at once, kill -9, and a run in which edits are made (B32, B40)."""
 
 import asyncio
+import re
 import time
 
 import httpx2
@@ -8,6 +9,7 @@ import psycopg
 import pytest
 
 from tests.harness import wait_for, wait_until
+from tests.schedules.processes import make_overdue, wait_for_passes
 
 QUICK = {"every_seconds": 1, "queue": "q", "overlap": "allow", "startup_grace_seconds": 1}
 
@@ -49,17 +51,32 @@ def test_b32_three_instances_fire_each_slot_once_and_the_losers_are_silent(serve
 
 
 @pytest.mark.slow
-def test_b32_instances_that_start_at_once_with_overdue_schedules(serve, database_url):
+@pytest.mark.parametrize("outage", [True, False])
+def test_b32_instances_that_start_at_once_with_overdue_schedules(serve, database_url, outage):
+    """After an outage each slot gets one grace, whoever gives it; beside a live one it is fired at once."""
     first = serve()
     for number in range(20):
         put(first, f"s{number}", {"every_seconds": 3600, "queue": "q"})
     first.kill()
-    query(database_url, "UPDATE schedules SET next_run_at = now() - interval '10 minutes' WHERE task IS NULL")
+    make_overdue(database_url, outage=outage)
     services = [serve(ready=False) for _ in range(3)]
     for service in services:
         service.wait_ready()
+    times = "SELECT name, grace_for, next_run_at FROM schedules WHERE task IS NULL AND grace_for IS NOT NULL ORDER BY 1"
+    if outage:
+        graced = wait_for(lambda: len(found := query(database_url, times)) == 20 and found)
+        wait_for_passes(database_url, 4)
+        assert query(database_url, times) == graced
+        assert query(database_url, "SELECT count(*) FROM jobs") == [(0,)]
+        query(database_url, "UPDATE schedules SET next_run_at = now() WHERE task IS NULL")  # the grace is over
     wait_for(lambda: query(database_url, "SELECT count(*) FROM jobs")[0][0] >= 20, 30)
+    wait_for_passes(database_url, 4)
     assert no_doubles(database_url) == 20
+    ledger = "SELECT count(*), count(DISTINCT schedule), sum(count), min(outcome), max(outcome) FROM schedule_slots"
+    assert query(database_url, f"{ledger} WHERE task IS NULL") == [(20, 20, 20, "fired", "fired")]
+    logs = "".join(service.log() for service in services)
+    assert sum(map(int, re.findall(r"adopt: (\d+),", logs))) == (20 if outage else 0)
+    assert '"level": "error"' not in logs
 
 
 @pytest.mark.slow
