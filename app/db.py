@@ -305,6 +305,29 @@ class Database:
                 await asyncio.sleep(0.01 * (attempt + 1))
         raise AssertionError("unreachable")
 
+    async def statement(self, sql: str, params: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The first row of one statement that is a transaction of its own and may be repeated.
+
+        Unlike in `begin` no lock of it can be held by a process that is frozen before its COMMIT, for none is sent.
+        """
+        if self._begin != "BEGIN":
+            async with self.begin() as tx:
+                return await tx.row(sql, params)
+        for attempt in range(2):
+            try:
+                connection = await self._pool.getconn()
+                try:
+                    with _Deadline(connection, self._answer_within):
+                        return await Tx(connection, self._prepare).row(sql, params)
+                finally:
+                    await self._pool.putconn(connection)
+            except (psycopg.Error, PoolTimeout, TooManyRequests, PoolClosed, OSError) as error:
+                # A pooled connection of before a restart of the server.
+                if attempt == 0 and isinstance(error, psycopg.OperationalError) and error.sqlstate in (None, "57P01"):
+                    continue
+                raise unavailable(error) or error from error
+        raise AssertionError("unreachable")
+
     async def ping(self) -> dict[str, bool]:
         """Whether the database takes writes and serves this build's schema. Raises Unavailable, within a second."""
         async with self.begin(within=PING_SECONDS) as tx:

@@ -55,8 +55,7 @@ async def reclaim_pass(db: Database, pacing: Pacing) -> Pass:
             await _judge(db, stuck, moved)
         elif stuck and not moved:
             continue
-        async with db.begin() as tx:
-            row = await tx.row(sql.END_PASS, {"name": LOOP, "reclaimed": not in_grace})
+        row = await db.statement(sql.END_PASS, {"name": LOOP, "reclaimed": not in_grace})
         if row is None:
             raise Unavailable("The row of the reclaim loop is missing.")
         if last:

@@ -331,7 +331,8 @@ WHERE name = %(name)s AND edition = %(edition)s AND error IS DISTINCT FROM %(err
 """
 
 SOON = """
-SELECT extract(epoch FROM min(next_run_at) - fencepost_now())::float8 AS seconds FROM schedules
+SELECT extract(epoch FROM min(next_run_at) - fencepost_now())::float8 AS seconds, fencepost_now() AS now
+FROM schedules
 WHERE enabled AND next_run_at > fencepost_now() AND next_run_at < fencepost_now() + interval '1 day'
 """
 

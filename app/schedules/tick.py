@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
@@ -90,6 +91,7 @@ class Ticker:
         self._aside: dict[UUID, _Aside] = {}
         self._said: dict[str, tuple[str, float]] = {}
         self._unreadable_since: float | None = None
+        self._passed: float | None = None
 
     async def tick(self) -> Pass:
         """One pass. Raises Unavailable (or what psycopg raised) where the database is at fault, not a row."""
@@ -102,16 +104,32 @@ class Ticker:
                 if fired.rows < BATCH:
                     break
             moved += await self._try_aside()
+            ended = await self._end_pass()
             async with self._db.begin() as tx:
-                row = await tx.row(END_PASS, {"name": LOOP, "reclaimed": False})
                 soon = await tx.row(sql.SOON)
-            if row is None:
-                raise Unavailable("The row of the schedule loop is missing.")
         except Exception:
             self._run_from_code()
             raise
         self._unreadable_since = None
-        return Pass(moved, row["last_pass_at"], soon["seconds"] if soon else None)
+        if soon is None:
+            raise Unavailable("The database did not tell its time.")
+        return Pass(moved, ended or soon["now"], soon["seconds"])
+
+    async def _end_pass(self) -> datetime | None:
+        """Tell all instances that somebody passed: as one statement, so that an instance that is frozen in it holds
+        up nobody. None where the row is held: what was fired is fired, and the next pass tells."""
+        self._passed = time.monotonic()
+        try:
+            row = await self._db.statement(END_PASS, {"name": LOOP, "reclaimed": False})
+        except (psycopg.Error, Unavailable) as error:
+            if _sqlstate(error) != LOCK_NOT_AVAILABLE:
+                raise
+            self._say("pass", f"the pass of the schedules cannot be told: {_text(error)}")
+            return None
+        if row is None:
+            raise Unavailable("The row of the schedule loop is missing.")
+        at: datetime = row["last_pass_at"]
+        return at
 
     # --- before firing ------------------------------------------------------------------------------------------------
 
@@ -149,12 +167,15 @@ class Ticker:
     def _steps(self) -> tuple[_Step, ...]:
         adopting = {"loop": LOOP, "outage_after": self._tolerance, "names": None}
         taking = {"token": new_token(), "lease": self.runs.lease, "limit": BATCH}
-        return (
+        steps = (
             _Step("repair", sql.REPAIR, {"names": None}, sql.REPAIRABLE),
             _Step("adopt", sql.ADOPT, adopting, sql.ADOPTABLE),
             _Step("interrupt", sql.INTERRUPT, {}),
             _Step("take", sql.TAKE_RUNS, taking),
         )
+        # Who passed a moment ago knows that there was no outage, whatever could be told of it.
+        live = self._passed is not None and time.monotonic() - self._passed <= self._tolerance
+        return tuple(step for step in steps if not (live and step.what == "adopt"))
 
     async def _by_itself(self, step: _Step) -> list[dict[str, Any]]:
         try:

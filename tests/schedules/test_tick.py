@@ -12,6 +12,7 @@ from app.schedules import tick as tick_module
 from app.schedules.tasks import Runs, Task
 from app.schedules.tick import Ticker
 from tests.factories import a_job
+from tests.harness import wait_for, wait_until
 from tests.schedules.clock import START, Clock, change, definition, jobs, ledger, put, read, rows, started, ticker
 
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
@@ -95,6 +96,41 @@ async def test_nothing_is_adopted_beside_a_live_instance(db, clock):
     await started(db).tick()  # one that starts beside it
     assert await jobs(db) == [START + DAY]
     assert await ledger(db) == [("fired", START + DAY, 1)]
+
+
+async def test_a_live_instance_that_cannot_tell_of_its_passes_gives_no_grace(db, clock, database_url):
+    """Somebody else may hold the row that tells of passes, as one who was frozen in it did."""
+    await put(db, every_seconds=60)
+    one = started(db)
+    await one.tick()
+    with psycopg.connect(database_url) as other:
+        other.execute("SELECT FROM loops WHERE name = 'schedule' FOR UPDATE")
+        for minute in (1, 2):
+            clock.set(START + seconds(60 * minute))
+            done = await one.tick()
+            assert (done.moved, done.at) == (1, clock.now)
+    assert await jobs(db) == [START + seconds(60), START + seconds(120)]
+
+
+async def test_an_instance_that_is_frozen_while_it_tells_of_its_pass_holds_no_lock(db, database_url):
+    """Without BEGIN and COMMIT there is nothing in between: the statement ends by itself."""
+    with psycopg.connect(database_url, autocommit=True) as admin:
+        admin.execute(
+            "CREATE FUNCTION slowly() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$ BEGIN PERFORM pg_sleep(0.5); RETURN new; END $$"
+        )
+        admin.execute("CREATE TRIGGER slowly BEFORE UPDATE ON loops FOR EACH ROW EXECUTE FUNCTION slowly()")
+        asleep = "SELECT FROM pg_stat_activity WHERE wait_event = 'PgSleep' AND datname = current_database()"
+
+        async def telling():
+            return bool(admin.execute(asleep).fetchall())
+
+        pass_ = asyncio.create_task(started(db).tick())
+        await wait_until(telling)
+        # The process is frozen from here: nothing in it goes on while this waits without an await.
+        wait_for(lambda: not admin.execute(asleep).fetchall())
+        admin.execute("SELECT FROM loops WHERE name = 'schedule' FOR UPDATE NOWAIT")
+        await pass_
 
 
 async def test_the_time_is_advanced_before_the_body(db, clock):
@@ -739,8 +775,6 @@ async def test_a_long_run_renews_its_lease(db, clock):
     async def renewed():
         [row] = await rows(db, "SELECT lease_expires_at > fencepost_now() AS lives FROM schedule_slots")
         return row["lives"]
-
-    from tests.harness import wait_until
 
     await wait_until(renewed, 5)
     release.set()
