@@ -401,7 +401,7 @@ class Own:
                 if split:
                     answer = await act(tx)
                 else:
-                    await connection.execute(self._db._begin)
+                    await connection.execute(self._db._begin, prepare=False)
                     answer = await act(tx)
                     await connection.execute("COMMIT")
         except BaseException as error:
