@@ -37,7 +37,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -241,21 +241,36 @@ class Cluster:
     ) -> subprocess.Popen[bytes]:
         parent = os.getpid()
         unseen = self.account.uid is not None and LINUX
-        return subprocess.Popen(
-            [self.binaries / name, "-D", HERE if unseen else folder, *arguments],
-            cwd=folder if unseen else "/",
-            env={key: value for key, value in os.environ.items() if not key.startswith("PG")},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=keep_open,
-            start_new_session=True,
-            user=self.account.uid,
-            group=self.account.gid,
-            extra_groups=None if self.account.uid is None else [],
-            umask=0o077,
-            preexec_fn=(lambda: _die_with(parent, signal.SIGINT)) if LINUX else None,
-        )
+        # With a preexec_fn Python's hooks of a fork are called, and what a signal's handler raises in one of them is
+        # thrown away: the keeper would not hear that it is to end. So the signal waits.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+        try:
+            return subprocess.Popen(
+                [self.binaries / name, "-D", HERE if unseen else folder, *arguments],
+                cwd=folder if unseen else "/",
+                env={key: value for key, value in os.environ.items() if not key.startswith("PG")},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=keep_open,
+                start_new_session=True,
+                user=self.account.uid,
+                group=self.account.gid,
+                extra_groups=None if self.account.uid is None else [],
+                umask=0o077,
+                preexec_fn=lambda: _begin_in_child(parent, before),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+ENDINGS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+
+def _begin_in_child(parent: int, mask: Collection[int]) -> None:
+    if LINUX:
+        _die_with(parent, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def keep(data_dir: Path, binaries: Path) -> None:

@@ -49,24 +49,34 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), **more}
 
 
+ENDINGS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
+
 def _follow(parent: int) -> None:
-    devdb.LIBC.prctl(1, int(signal.SIGTERM))
-    if os.getppid() != parent:
-        os._exit(1)
+    if devdb.LINUX:
+        devdb.LIBC.prctl(1, int(signal.SIGTERM))
+        if os.getppid() != parent:
+            os._exit(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
 
 
 def start(module: str, *arguments: str, settings: Mapping[str, str] | None = None, **more: Any) -> Any:
     """A Python module of this checkout as a process in a session of its own, so that Ctrl-C reaches only us."""
     parent = os.getpid()
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],
-        cwd=more.pop("cwd", "/"),
-        env=environment(settings or {}),
-        stdin=more.pop("stdin", subprocess.DEVNULL),
-        start_new_session=True,
-        preexec_fn=(lambda: _follow(parent)) if devdb.LINUX else None,
-        **more,
-    )
+    # A fork calls Python's hooks, and what a signal's handler raises in one of them is thrown away: Ctrl-C waits.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *arguments],
+            cwd=more.pop("cwd", "/"),
+            env=environment(settings or {}),
+            stdin=more.pop("stdin", subprocess.DEVNULL),
+            start_new_session=True,
+            preexec_fn=lambda: _follow(parent),
+            **more,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end(process: Any, patience: float = 15.0) -> None:

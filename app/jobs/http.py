@@ -83,9 +83,7 @@ def results_view(
                 }
             )
         else:
-            shown = view(outcome)
-            shown["index"], shown["ok"] = index, True
-            results.append(shown)
+            results.append({"index": index, "ok": True, **view(outcome)})
     return Answer(200, {"results": results})
 
 
