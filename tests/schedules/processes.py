@@ -30,7 +30,7 @@ import httpx2
 from app.migrations import upgrade
 from tests import harness
 from tests.harness import wait_for
-from tests.schedules.checker import ROOM, Book, Figures, Plan, Row, Up, check
+from tests.schedules.checker import ROOM, Book, Figures, Plan, Row, Up, check, unkept
 from tests.schedules.figures import place, query
 
 LOOPS = ((50.0, 20.0), (55.0, 6.0), (6.0, 1.0))
@@ -201,7 +201,7 @@ def loops(seed: int, seconds: float, say: Say) -> dict[str, Any]:
     for (up, down), seen in zip(LOOPS, books, strict=True):
         name = f"up {up:.0f} s, down {down:.0f} s"
         figures, wrong = check(seen)
-        found["violations"] += [f"{name}: {text}" for text in wrong]
+        found["violations"] += [f"{name}: {text}" for text in [*wrong, *unkept(figures)]]
         downs = [b.ready - a.told for a, b in pairwise(seen.ups)]
         found[name] = {
             "ends": len(seen.ups),
