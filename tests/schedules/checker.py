@@ -99,14 +99,20 @@ class Figures:
     collapsed: int = 0
     skipped: int = 0
     longest_wait: float = 0.0
-    """From the first slot that a run stands for to the run."""
+    """From the first slot that a run stands for to the run, or to the end of what was seen."""
     largest_gap: float = 0.0
-    """From run to run, and from the making to the first run."""
+    """From run to run, from the making to the first run, and from the last to the end of what was seen."""
     promised: float = 0.0
     beyond: int = 0
     """Gaps larger than `promised`, though within the rule `wait`."""
     held: int = 0
     """Runs that are within the rule only because a process stood still meanwhile."""
+
+    def passed(self, since: float | None, until: float) -> None:
+        """A time without a run."""
+        if since is not None:
+            self.largest_gap = max(self.largest_gap, until - since)
+            self.beyond += until - since > self.promised
 
 
 def check(book: Book) -> tuple[list[Figures], list[str]]:
@@ -210,10 +216,7 @@ def _check(plan: Plan, book: Book, presence: _Presence) -> tuple[Figures, list[s
             due = pending.first if pending is not None and pending.fired == row.fired else row.slot
             pending = None
             wrong += _waited(plan, row, due, presence, figures)
-            if previous is not None:
-                gap = row.fired - previous
-                figures.largest_gap = max(figures.largest_gap, gap)
-                figures.beyond += gap > figures.promised
+            figures.passed(previous, row.fired)
             previous = began = row.fired
         else:
             # The run that was still going on is what the schedule has; the gap is not of the schedule's making.
@@ -224,6 +227,9 @@ def _check(plan: Plan, book: Book, presence: _Presence) -> tuple[Figures, list[s
                 wrong.append(f"still skipped at {row.fired:.1f}, when no run of it was left: {row}")
             previous = pending = None
     due = plan.first + expected * plan.period
+    # What still waits counts as well: of a starved schedule there are no runs to tell it.
+    figures.passed(previous, book.until)
+    figures.longest_wait = max(figures.longest_wait, book.until - due)
     if (latest := max(presence.latest(due, plan.grace), presence.thawed(due, book.until))) < book.until:
         wrong.append(f"slot {expected}, due at {due:.1f}, had not run at {book.until:.1f}; it had to by {latest:.1f}")
     wrong += _jobs(plan, rows, book.jobs.get(plan.name, {}))

@@ -205,10 +205,11 @@ def loops(seed: int, seconds: float, say: Say) -> dict[str, Any]:
         downs = [b.ready - a.told for a, b in pairwise(seen.ups)]
         found[name] = {
             "ends": len(seen.ups),
-            "down_seconds": [round(min(downs), 1), round(max(downs), 1)],
+            "down_seconds": [round(down, 1) for down in (min(downs), max(downs))] if downs else [],
             "schedules": [_rounded(each) for each in figures],
         }
-        say(f"{name}: {len(seen.ups)} ends, kill -9 and SIGTERM in turns; down {min(downs):.1f} to {max(downs):.1f} s")
+        was = f"down {min(downs):.1f} to {max(downs):.1f} s" if downs else "never down in so short a time"
+        say(f"{name}: {len(seen.ups)} ends, kill -9 and SIGTERM in turns; {was}")
         _table(figures, say)
     return found
 

@@ -104,6 +104,14 @@ def test_a_wait_longer_than_the_promise_is_told():
     assert "waited" in unkept([figures])[0]
 
 
+def test_a_schedule_that_never_ran_has_waited_to_the_end():
+    ups = [Up(-1.0, -0.5, 200.0, 200.0)]
+    [figures], wrong = check(Book([Plan("s", 20.0, 0.0, -0.2, GRACE)], {}, {}, ups, 200.0))
+    assert (figures.longest_wait, figures.largest_gap, figures.beyond) == (200.0, 200.2, 1)
+    assert wrong
+    assert unkept([figures])
+
+
 def skipping(until: float, *, task: bool) -> list[str]:
     """What is said of a run at 0.2 s whose process is killed at 10 s, and skips of every slot of 20 s until then."""
     run, count = Row(0.0, 0.0, "fired", 1, 0.2), int(until // 20)
