@@ -9,9 +9,12 @@ Instants and durations in seconds. The rules, and where they come from (specific
 - wait: a slot runs when somebody sees it; one that came due in an outage one grace later, and if nobody is up then,
   as soon as somebody is again. A second grace, or a time that a restart moves, is beyond that
 - grace: a slot that came due in an outage does not run before its grace is over
+- skips: only a maintenance task is skipped here (no other plan has overlap `skip`), and only while a run of it is
+  unfinished: till the lease is over of a run whose process was killed
 
-`wait` says what may be had. What is promised in one sentence (period + one grace + one down time between two runs) is
-reckoned beside it: it cannot hold where a grace ends in the next down time, so what is beyond it is counted.
+`wait` says what may be had. What is promised in one sentence (no schedule waits longer than its period + one grace +
+one down time) is judged by `unkept` for the wait from slot to run. From run to run it cannot hold where a grace ends in
+the next down time: that is a period, a grace and up to two down times, so what is beyond it is counted.
 """
 
 from bisect import bisect_right
@@ -28,6 +31,9 @@ ROOM = 2.0
 
 LAST = 1.0
 """What comes due so shortly before an end may be left to the next start."""
+
+LEASE = 60.0
+"""Of a maintenance run (specification, section 4): so long it may block after its process was killed."""
 
 BEGUN = ("fired", "failed", "interrupted")
 
@@ -93,14 +99,20 @@ class Figures:
     collapsed: int = 0
     skipped: int = 0
     longest_wait: float = 0.0
-    """From the first slot that a run stands for to the run."""
+    """From the first slot that a run stands for to the run, or to the end of what was seen."""
     largest_gap: float = 0.0
-    """From run to run, and from the making to the first run."""
+    """From run to run, from the making to the first run, and from the last to the end of what was seen."""
     promised: float = 0.0
     beyond: int = 0
     """Gaps larger than `promised`, though within the rule `wait`."""
     held: int = 0
     """Runs that are within the rule only because a process stood still meanwhile."""
+
+    def passed(self, since: float | None, until: float) -> None:
+        """A time without a run."""
+        if since is not None:
+            self.largest_gap = max(self.largest_gap, until - since)
+            self.beyond += until - since > self.promised
 
 
 def check(book: Book) -> tuple[list[Figures], list[str]]:
@@ -112,6 +124,17 @@ def check(book: Book) -> tuple[list[Figures], list[str]]:
         found.append(figures)
         wrong += [f"{plan.name}: {text}" for text in said]
     return found, wrong
+
+
+def unkept(found: Iterable[Figures]) -> list[str]:
+    """The waits longer than the promise. For loops that are up about as long as a grace; after shorter ones that are
+    down for longer than a period, two down times may be in one wait.
+    """
+    return [
+        f"{each.name}: waited {each.longest_wait:.1f} s, promised were {each.promised:.1f} s"
+        for each in found
+        if each.longest_wait > each.promised
+    ]
 
 
 class _Presence:
@@ -147,6 +170,11 @@ class _Presence:
                 return started + grace
         return slot
 
+    def blocks_until(self, began: float) -> float:
+        """How long a maintenance run that began then may hold back the next ones, at most."""
+        at = bisect_right(self.alive, (began, inf)) - 1
+        return (self.alive[at][1] if at >= 0 else began) + LEASE + ROOM
+
     def thawed(self, start: float, end: float) -> float:
         """The end of the last freeze that touches these instants, and what a pass may take."""
         return max((thaw + ROOM for froze, thaw in self.frozen if froze <= end and thaw >= start), default=-inf)
@@ -167,6 +195,7 @@ def _check(plan: Plan, book: Book, presence: _Presence) -> tuple[Figures, list[s
     figures.promised = plan.period + plan.grace + presence.longest_down + ROOM
     rows = sorted(book.rows.get(plan.name, []), key=lambda row: (row.first, row.slot))
     expected, previous, pending = 0, plan.since, None
+    began: float | None = None
     for row in rows:
         if not plan.on_grid(row.first) or not plan.on_grid(row.slot):
             wrong.append(f"a slot off the grid: {row}")
@@ -187,16 +216,20 @@ def _check(plan: Plan, book: Book, presence: _Presence) -> tuple[Figures, list[s
             due = pending.first if pending is not None and pending.fired == row.fired else row.slot
             pending = None
             wrong += _waited(plan, row, due, presence, figures)
-            if previous is not None:
-                gap = row.fired - previous
-                figures.largest_gap = max(figures.largest_gap, gap)
-                figures.beyond += gap > figures.promised
-            previous = row.fired
+            figures.passed(previous, row.fired)
+            previous = began = row.fired
         else:
             # The run that was still going on is what the schedule has; the gap is not of the schedule's making.
             figures.skipped += row.count
+            if not plan.task or row.outcome != "skipped_overlap":
+                wrong.append(f"skipped, and nothing here may skip it: {row}")
+            elif began is None or row.fired > presence.blocks_until(began):
+                wrong.append(f"still skipped at {row.fired:.1f}, when no run of it was left: {row}")
             previous = pending = None
     due = plan.first + expected * plan.period
+    # What still waits counts as well: of a starved schedule there are no runs to tell it.
+    figures.passed(previous, book.until)
+    figures.longest_wait = max(figures.longest_wait, book.until - due)
     if (latest := max(presence.latest(due, plan.grace), presence.thawed(due, book.until))) < book.until:
         wrong.append(f"slot {expected}, due at {due:.1f}, had not run at {book.until:.1f}; it had to by {latest:.1f}")
     wrong += _jobs(plan, rows, book.jobs.get(plan.name, {}))

@@ -4,7 +4,7 @@ from math import floor
 
 import pytest
 
-from tests.schedules.checker import Book, Plan, Row, Up, check
+from tests.schedules.checker import Book, Plan, Row, Up, check, unkept
 
 GRACE, STEP = 60.0, 0.25
 
@@ -78,6 +78,7 @@ def test_a_right_ledger_has_no_violation(up, down, period):
     for first in (0.25, 3, 11, 17):
         [figures], wrong = check(lived("right", up, down, period, first=first))
         assert not wrong
+        assert not unkept([figures])
         assert figures.runs >= 3
 
 
@@ -94,3 +95,39 @@ def test_a_grace_that_ends_in_a_down_time_is_beyond_the_promise_but_not_wrong():
     assert figures.longest_wait > GRACE + 20
     [figures], _ = check(lived("right", 50, 20, 20, first=11.5))
     assert figures.beyond > 0
+
+
+def test_a_wait_longer_than_the_promise_is_told():
+    [figures], _ = check(lived("right", 50, 20, 20))
+    assert not unkept([figures])
+    figures.longest_wait = figures.promised + 1
+    assert "waited" in unkept([figures])[0]
+
+
+def test_a_schedule_that_never_ran_has_waited_to_the_end():
+    ups = [Up(-1.0, -0.5, 200.0, 200.0)]
+    [figures], wrong = check(Book([Plan("s", 20.0, 0.0, -0.2, GRACE)], {}, {}, ups, 200.0))
+    assert (figures.longest_wait, figures.largest_gap, figures.beyond) == (200.0, 200.2, 1)
+    assert wrong
+    assert unkept([figures])
+
+
+def skipping(until: float, *, task: bool) -> list[str]:
+    """What is said of a run at 0.2 s whose process is killed at 10 s, and skips of every slot of 20 s until then."""
+    run, count = Row(0.0, 0.0, "fired", 1, 0.2), int(until // 20)
+    skips = Row(20.0, count * 20.0, "skipped_overlap", count, count * 20.0 + 0.2)
+    ups = [Up(-5.0, -4.0, 10.0, 10.0), Up(12.0, 13.0, until, until)]
+    rows = [run, skips]
+    if not task:
+        rows[0] = Row(0.0, 0.0, "fired", 1, 0.2, "job")
+    jobs = {} if task else {"job": 0.0}
+    return check(Book([Plan("s", 20.0, 0.0, -1.0, GRACE, task)], {"s": rows}, {"s": jobs}, ups, until))[1]
+
+
+def test_a_killed_run_of_a_task_blocks_till_its_lease_is_over_and_not_longer():
+    assert not skipping(70.0, task=True)
+    assert ["still skipped" in text for text in skipping(90.0, task=True)] == [True]
+
+
+def test_a_job_with_overlap_allowed_is_never_skipped():
+    assert ["nothing here may skip it" in text for text in skipping(70.0, task=False)] == [True]

@@ -9,7 +9,8 @@ import psycopg
 import pytest
 
 from tests.harness import wait_for, wait_until
-from tests.schedules.processes import make_overdue, wait_for_passes
+from tests.schedules.checker import Up, check
+from tests.schedules.processes import book, make_overdue, plans_made, wait_for_passes
 
 QUICK = {"every_seconds": 1, "queue": "q", "overlap": "allow", "startup_grace_seconds": 1}
 
@@ -77,6 +78,19 @@ def test_b32_instances_that_start_at_once_with_overdue_schedules(serve, database
     logs = "".join(service.log() for service in services)
     assert sum(map(int, re.findall(r"adopt: (\d+),", logs))) == (20 if outage else 0)
     assert '"level": "error"' not in logs
+
+
+async def test_the_judge_of_long_runs_reckons_the_grid_itself(client, database_url):
+    """A service that moves anchor and time at each start must not look as if nothing had been due."""
+    await client.put("/v1/schedules/s", json={"every_seconds": 20, "queue": "q"})
+    [plan] = plans_made(database_url)
+    [[anchor]] = query(database_url, "SELECT extract(epoch FROM anchor_at)::float8 FROM schedules WHERE name = 's'")
+    assert plan.first == pytest.approx(anchor, abs=1e-4)
+    moved = "now() + interval '1 day'"
+    query(database_url, f"UPDATE schedules SET anchor_at = {moved}, next_run_at = {moved} WHERE name = 's'")
+    seen = book(database_url, [plan], [Up(plan.since, plan.since, plan.since + 90, plan.since + 90)], [])
+    seen.until = plan.since + 90
+    assert any("had not run" in text for text in check(seen)[1])
 
 
 @pytest.mark.slow
