@@ -21,7 +21,7 @@ from psycopg import errors as pg
 from psycopg.rows import dict_row
 from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout, TooManyRequests
 
-from app.errors import OutcomeUnknown, Unavailable
+from app.errors import OutcomeUnknown, Refusal, Unavailable
 from app.tables import REVISION
 
 log = logging.getLogger("fencepost.db")
@@ -414,7 +414,8 @@ class Own:
                     "The connection was lost: this may or may not have happened. "
                     "Repeat the same call with the same keys."
                 ) from error
-            if split and tx.statements > 1 and isinstance(error, Exception):
+            own = not isinstance(error, (psycopg.Error, Refusal)) and not getattr(error, "nothing_done", False)
+            if split and isinstance(error, Exception) and (tx.statements > 1 or (tx.statements == 1 and own)):
                 self._db.publish(tx)
                 raise PartlyDone from error
             raise
@@ -462,8 +463,9 @@ def _options(values: Mapping[str, str]) -> str:
 
 
 def _said_by_server(error: BaseException) -> bool:
-    """An error that the server reported was reported in place of a commit."""
-    return isinstance(error, psycopg.Error) and error.sqlstate is not None
+    """An error that the server reported was reported in place of a commit. Class 08 is what a pooler says of a server
+    that it lost, commit or no commit."""
+    return isinstance(error, psycopg.Error) and error.sqlstate is not None and error.sqlstate[:2] != "08"
 
 
 def _quiet(connection: Connection) -> bool:

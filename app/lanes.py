@@ -10,6 +10,7 @@ lane: a value that PostgreSQL refuses, a row that somebody holds locked, a deadl
 """
 
 import asyncio
+import functools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
@@ -48,6 +49,8 @@ _SICK = ("25", "42", "53", "58")
 
 class Beside(Exception):
     """Raised by a gathered operation that needs a transaction: its calls go beside the lane, still together."""
+
+    nothing_done = True
 
 
 class Lane(Generic[Item, Outcome]):
@@ -100,7 +103,14 @@ class Lane(Generic[Item, Outcome]):
         if self._runner is None:
             # It begins in the next turn of the event loop, with all that this turn brings.
             self._runner = loop.create_task(self._run(), name=f"lane {self.name}")
-        return await call.outcome
+        try:
+            return await call.outcome
+        except asyncio.CancelledError:
+            outcome = call.outcome
+            if outcome.done() and not outcome.cancelled() and outcome.exception() is None:
+                # Answered and cancelled in one turn: nobody will see it.
+                self._hand_back(item, outcome.result())
+            raise
 
     async def close(self) -> None:
         """End; calls under way get no outcome, those that wait are refused."""
@@ -164,20 +174,41 @@ class Lane(Generic[Item, Outcome]):
             self._refuse(calls, OutcomeUnknown("This instance ended before the outcome was known."))
             raise
         else:
-            await self._answer(calls, outcomes)
+            self._answer(calls, outcomes)
 
-    async def _answer(self, calls: Sequence["_Call[Item, Outcome]"], outcomes: Sequence[Outcome]) -> None:
+    def _answer(self, calls: Sequence["_Call[Item, Outcome]"], outcomes: Sequence[Outcome]) -> None:
         for call, outcome in zip(calls, outcomes, strict=True):
             if not call.outcome.done():
                 call.outcome.set_result(outcome)
-            elif self._lost is not None:
-                await self._lost(call.item, outcome)
+            else:
+                self._hand_back(call.item, outcome)
+
+    def _hand_back(self, item: Item, outcome: Outcome) -> None:
+        """In a task of its own: it holds nobody up, and nobody pays for its failure."""
+        if self._lost is not None:
+            self._keep(asyncio.ensure_future(self._handed_back(self._lost, item, outcome)))
+
+    async def _handed_back(
+        self, lost: Callable[[Item, Outcome], Awaitable[None]], item: Item, outcome: Outcome
+    ) -> None:
+        try:
+            await lost(item, outcome)
+        except Exception as error:
+            log.warning("lane %s: what nobody waits for could not be handed back: %s", self.name, error)
+
+    def _keep(self, task: "asyncio.Task[None]") -> None:
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
 
     @staticmethod
     def _refuse(calls: Sequence["_Call[Item, Outcome]"], refusal: Exception) -> None:
         for call in calls:
             if not call.outcome.done():
                 call.outcome.set_exception(refusal)
+
+    def _refuse_unanswered(self, calls: Sequence["_Call[Item, Outcome]"], task: "asyncio.Task[None]") -> None:
+        if task.cancelled():
+            self._refuse(calls, OutcomeUnknown("This instance ended before the outcome was known."))
 
     def _refuse_waiting(self, refusal: Exception) -> None:
         waiting, self._waiting = self._waiting, {}
@@ -192,8 +223,9 @@ class Lane(Generic[Item, Outcome]):
             log.debug("%d calls of lane %s go each alone: %s", len(calls), self.name, cause)
         for part in [calls] if cause is None else [[call] for call in calls]:
             task = asyncio.create_task(self._serve_beside(part), name=f"beside lane {self.name}")
-            self._beside.add(task)
-            task.add_done_callback(self._beside.discard)
+            self._keep(task)
+            # Also one that is ended before it began.
+            task.add_done_callback(functools.partial(self._refuse_unanswered, part))
 
     async def _serve_beside(self, calls: list["_Call[Item, Outcome]"]) -> None:
         try:
@@ -209,7 +241,7 @@ class Lane(Generic[Item, Outcome]):
             self._refuse(calls, OutcomeUnknown("This instance ended before the outcome was known."))
             raise
         else:
-            await self._answer(calls, outcomes)
+            self._answer(calls, outcomes)
 
 
 class _Call(Generic[Item, Outcome]):

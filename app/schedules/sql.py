@@ -183,15 +183,15 @@ ON CONFLICT (schedule, slot_at) WHERE NOT manual DO NOTHING
 # one that starts beside a live one, adopts nothing. Locked rows are passed over: whoever holds one must not keep the
 # others waiting.
 _ADOPTABLE = """s.enabled AND s.next_run_at <= fencepost_now() AND s.next_run_at > '-infinity' AND s.grace_for IS NULL
-    AND (%(names)s::text[] IS NULL OR s.name = ANY(%(names)s::text[]))"""
+    AND (%(names)s::text[] IS NULL OR s.name = ANY(%(names)s::text[]))
+    AND EXISTS (SELECT FROM loops l WHERE l.name = %(loop)s
+        AND l.last_pass_at < fencepost_now() - %(outage_after)s * interval '1 second')"""
 
 ADOPT = f"""
 UPDATE schedules s SET grace_for = s.next_run_at,
     next_run_at = fencepost_now() + {_GRACE} {_SECONDS}
 WHERE {_ADOPTABLE}
     AND s.name = ANY(ARRAY(SELECT s.name FROM schedules s WHERE {_ADOPTABLE} FOR UPDATE SKIP LOCKED))
-    AND EXISTS (SELECT FROM loops l WHERE l.name = %(loop)s
-        AND l.last_pass_at < fencepost_now() - %(outage_after)s {_SECONDS})
 RETURNING s.name
 """
 

@@ -188,7 +188,7 @@ class Ticker:
             return []
         try:
             async with self._db.begin() as tx:
-                rows = await tx.rows(step.each, {"names": None})
+                rows = await tx.rows(step.each, step.params)
         except (psycopg.Error, Unavailable) as error:
             if _lost(error):
                 raise
@@ -255,7 +255,9 @@ class Ticker:
                 async with self._db.begin() as tx:
                     rows = await tx.rows(sql.DUE_UNLOCKED, params)
                 if not rows:
-                    raise
+                    # All that is due has been set aside, and has its turn there.
+                    self._say("batch", f"schedules cannot be locked: {_text(error)}")
+                    return Fired()
             self._say("batch", f"a batch of schedules failed, each is tried alone: {_text(error)}")
             fired = Fired(rows=len(rows))
             began = time.monotonic()

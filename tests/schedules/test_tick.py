@@ -1,6 +1,7 @@
 """The rules of the article, and what the specification adds: is it called at all, once, and at the right time?"""
 
 import asyncio
+import uuid
 from datetime import UTC, datetime, timedelta
 
 import psycopg
@@ -209,6 +210,34 @@ async def test_a_refused_advance_still_runs_the_body_each_period_and_never_twice
     await ticker(db).tick()
     assert (await read(db, "bad"))["error"] is None
     assert await jobs(db, "bad") == [*expected, START + seconds(240)]
+
+
+async def test_without_the_right_to_update_schedules_each_slot_still_fires_once(db, clock, database_url):
+    """A right revoked by mistake, on the whole table."""
+    from app.db import Database
+
+    await put(db, every_seconds=60)
+    await put(db, "other", every_seconds=60)
+    role = f"limited_{uuid.uuid4().hex[:12]}"
+    with psycopg.connect(database_url, autocommit=True) as admin:
+        admin.execute(f"CREATE ROLE {role} LOGIN")
+        admin.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}")
+        admin.execute(f"REVOKE UPDATE ON schedules FROM {role}")
+        limited = Database(psycopg.conninfo.make_conninfo(database_url, user=role), pool_size=2)
+        await limited.open()
+        try:
+            together = Clock(db, limited)
+            one = started(limited)
+            for at in (60, 61, 120, 121, 180):
+                together.set(START + seconds(at))
+                for aside in one._aside.values():
+                    aside.next_try = 0.0
+                await one.tick()
+            for name in ("s", "other"):
+                assert await jobs(db, name) == [START + seconds(60 * n) for n in (1, 2, 3)]
+        finally:
+            await limited.close()
+            admin.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 async def test_a_task_whose_slot_cannot_be_written_runs_once_a_period_and_process(db, clock, database_url):
