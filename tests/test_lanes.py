@@ -746,9 +746,12 @@ async def test_a_dumb_server_is_given_up_soon_after_the_statements_time(database
 
 async def test_a_backend_ended_in_its_commit_is_an_unknown_outcome_and_the_job_is_there_once(postgres_server, lane_on):
     """It waits for a standby that never comes, its commit already written, and is ended there."""
-    server = postgres_server(synchronous_standby_names="nobody", synchronous_commit="local")
+    server = postgres_server(synchronous_commit="local")
     url = server.create_database()
     upgrade(url)
+    server.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
+    server.stop()
+    server.start()
     server.execute(f"ALTER DATABASE {psycopg.conninfo.conninfo_to_dict(url)['dbname']} SET synchronous_commit = on")
     db = Database(url, pool_size=2, statement_timeout=2.0)
     await db.open()
@@ -759,6 +762,9 @@ async def test_a_backend_ended_in_its_commit_is_an_unknown_outcome_and_the_job_i
         # The statement's time-out ends the first such wait with a warning only: it is committed.
         [(pid,)] = await wait_until(lambda: asyncio.to_thread(server.execute, waits), 10)
         server.execute("SELECT pg_terminate_backend(%s)", [pid])
+        # Whatever is sent now does not wait any more.
+        server.execute("ALTER SYSTEM SET synchronous_standby_names = ''")
+        server.execute("SELECT pg_reload_conf()")
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [OutcomeUnknown] * 3
         assert server.execute("SELECT count(*) FROM jobs", url=url) == [(3,)]
