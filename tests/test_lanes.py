@@ -14,7 +14,7 @@ import psycopg
 import pytest
 import pytest_asyncio
 
-from app.db import Database, PartlyDone
+from app.db import Database, NotConnected, PartlyDone
 from app.errors import AttemptEnded, IdempotencyMismatch, LeaseLost, OutcomeUnknown, Unavailable, UniqueKeyHeld
 from app.jobs import intake, lease
 from app.jobs.lease import Wish
@@ -466,8 +466,11 @@ async def test_a_locked_row_delays_its_own_call_alone(service, admin):
         for job in made:
             tasks[job] = asyncio.create_task(service.heartbeats(beat(job, 500.0)))
             tasks[job].add_done_callback(lambda _, job=job: ended.append(job))
+        began = time.monotonic()
         answers = await asyncio.gather(*(tasks[job] for job in others))
         assert [answer["id"] for answer in answers] == [job.id for job in others]
+        # Not at the end of the statement's time, which is five seconds.
+        assert time.monotonic() - began < 3
         # The lane goes on while the row is still locked and its call waits beside.
         watched = watch(service.heartbeats)
         await service.heartbeats(beat(others[0]))
@@ -741,6 +744,20 @@ async def test_a_dumb_server_is_given_up_soon_after_the_statements_time(database
         assert time.monotonic() - began < 8
         proxy.speak()
         assert (await lane(NewJob("q", "3")))["payload"] == "3"
+        await lane.close()
+
+
+async def test_when_nobody_answers_those_who_wait_are_refused_by_one_attempt(database_url, lane_on):
+    """Not one after another, each after an attempt of two seconds of its own."""
+    async with through_proxy(database_url) as (proxy, db):
+        lane = lane_on(echo, on=db, key=lambda item: item)
+        proxy.dumb = True
+        before = len(proxy.ends)
+        outcomes = await asyncio.gather(*(lane(n) for n in range(6)), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [NotConnected] * 6
+        assert [end.gives for end in proxy.ends[before:]].count("call") == 1
+        proxy.speak()
+        assert await lane(7) == ("echo", 7)
         await lane.close()
 
 
