@@ -418,11 +418,11 @@ async def test_equal_endings_are_written_once_and_another_is_refused(service, ad
     how = {"result": '"mine"'} if verb == "complete" else {"delay_seconds": 5.0}
     calls = [
         service.endings(ending(job, verb, b"mine", **how)),
-        service.endings(ending(job, verb, b"theirs", **how)),
         service.endings(ending(job, verb, b"mine", **how)),
+        service.endings(ending(job, verb, b"theirs", **how)),
         service.endings(ending(job, verb, b"mine", token=uuid.uuid4(), **how)),
     ]
-    _, (first, different, again, stranger) = await in_one_gather(
+    _, (first, again, different, stranger) = await in_one_gather(
         service.endings, service.endings(ending(other, verb)), calls
     )
     assert first == again
