@@ -332,7 +332,7 @@ class Keyed:
         return {
             "queue": KEYED,
             "payload": self._number,
-            "unique_key": f"key-{draw.randrange(12)}",
+            "unique_key": f"key-{draw.randrange(30)}",
             "on_conflict": draw.choice(["return", "reject"]),
             "idempotency_key": uuid.UUID(int=draw.getrandbits(128)).hex,
         }
