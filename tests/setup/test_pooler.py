@@ -18,12 +18,13 @@ import psycopg
 import pytest
 
 from app.db import Database
-from app.errors import AttemptEnded
+from app.errors import AttemptEnded, OutcomeUnknown
 from app.jobs import intake, lease
 from app.jobs.model import Beat, ClaimCall, Ending, NewJob
 from app.lanes import Lane
+from app.migrations import upgrade
 from tests.factories import a_job, read
-from tests.harness import wait_for
+from tests.harness import wait_for, wait_until
 
 PGBOUNCER = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
 
@@ -204,3 +205,36 @@ async def test_lanes_behind_a_pooler(pooled, database_url):
         for lane in lanes:
             await lane.close()
         await db.close()
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+async def test_what_the_pooler_says_of_a_lost_server_is_no_word_of_the_server(postgres_server, tmp_path, prepared):
+    """A backend is ended while it waits for its standby, its commit already written. The pooler then makes an error of
+    its own (08P01), which must not be read as "nothing was done": the job would be enqueued a second time."""
+    server = postgres_server(synchronous_commit="local")
+    url = server.create_database()
+    upgrade(url)
+    server.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
+    server.stop()
+    server.start()
+    server.execute(f"ALTER DATABASE {psycopg.conninfo.conninfo_to_dict(url)['dbname']} SET synchronous_commit = on")
+    with pooler(url, tmp_path / "pgbouncer.log") as pooled_url:
+        db = Database(pooled_url, pool_size=2, statement_timeout=2.0, prepared=False)
+        await db.open()
+        lane = Lane(db, "enqueue", intake.enqueue)
+        if prepared:
+            db._begin = "BEGIN"  # each statement a transaction, as through a pooler of sessions
+        try:
+            task = asyncio.create_task(lane(NewJob("q", "1")))
+            waits = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+            [(pid,)] = await wait_until(lambda: asyncio.to_thread(server.execute, waits), 10)
+            server.execute("SELECT pg_terminate_backend(%s)", [pid])
+            # Whatever is sent now does not wait any more.
+            server.execute("ALTER SYSTEM SET synchronous_standby_names = ''")
+            server.execute("SELECT pg_reload_conf()")
+            [outcome] = await asyncio.gather(task, return_exceptions=True)
+            assert isinstance(outcome, OutcomeUnknown), outcome
+            assert server.execute("SELECT count(*) FROM jobs", url=url) == [(1,)]
+        finally:
+            await lane.close()
+            await db.close()
