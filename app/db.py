@@ -21,7 +21,7 @@ from psycopg import errors as pg
 from psycopg.rows import dict_row
 from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout, TooManyRequests
 
-from app.errors import OutcomeUnknown, Refusal, Unavailable
+from app.errors import OutcomeUnknown, Unavailable
 from app.tables import REVISION
 
 log = logging.getLogger("fencepost.db")
@@ -34,6 +34,7 @@ T = TypeVar("T")
 PING_SECONDS = 0.4
 CONNECT_SECONDS = 2.0
 GENERIC_PLAN = "; SET LOCAL plan_cache_mode = force_generic_plan"
+BY_KEY = "; SET LOCAL enable_seqscan = off; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"
 
 READY = """
 SELECT NOT pg_is_in_recovery() AND NOT current_setting('transaction_read_only')::boolean AS writable,
@@ -67,22 +68,25 @@ class Tx:
         self._connection = connection
         self._prepare = prepare
         self.facts: list[tuple[str, dict[str, Any]]] = []
-        self.statements = 0
+        self.answered = 0
+        """Statements that the database has answered."""
+        self.whole = True
+        """Whether all statements are one transaction; else each is one of its own."""
 
     async def rows(self, sql: str, params: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        self.statements += 1
         cursor = await self._connection.execute(sql, params, prepare=self._prepare)
+        self.answered += 1
         return await cursor.fetchall()
 
     async def row(self, sql: str, params: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        self.statements += 1
         cursor = await self._connection.execute(sql, params, prepare=self._prepare)
+        self.answered += 1
         return await cursor.fetchone()
 
     async def run(self, sql: str, params: Mapping[str, Any] | None = None) -> int:
         """The number of rows changed: the verdict of a guarded statement."""
-        self.statements += 1
         cursor = await self._connection.execute(sql, params, prepare=self._prepare)
+        self.answered += 1
         return cursor.rowcount
 
     @contextlib.asynccontextmanager
@@ -214,11 +218,16 @@ class Database:
         return self._pool.get_stats()
 
     @contextlib.asynccontextmanager
-    async def begin(self, *, generic_plan: bool = False, within: float | None = None) -> AsyncIterator[Tx]:
+    async def begin(
+        self, *, generic_plan: bool = False, by_key: bool = False, within: float | None = None
+    ) -> AsyncIterator[Tx]:
         """A transaction: committed when the block ends well, rolled back when it raises.
 
         `generic_plan` is for a statement whose plan does not depend on its values (the claim): PostgreSQL overestimates
         a LIMIT that it does not know and would plan anew each time, which costs as much as the claim itself.
+
+        `by_key` is for statements that change given rows: each is looked up by its key, in the order given. A hash join
+        would lock them in the order of the table, and two batches over the same rows would deadlock.
 
         `within` seconds each of connecting, working and committing must answer (the statement time-out and a little);
         who has less time says so here rather than by a cancel, for which psycopg would wait on a frozen server.
@@ -228,6 +237,7 @@ class Database:
         """
         try:
             begin = self._begin + GENERIC_PLAN if generic_plan and self._prepare is None else self._begin
+            begin += BY_KEY if by_key else ""
             seconds = self._answer_within if within is None else within
             connection = await self._connection_in_transaction(begin, seconds, within)
         except (psycopg.Error, PoolTimeout, TooManyRequests, PoolClosed, OSError) as error:
@@ -293,10 +303,11 @@ class Database:
             await connection.close()
 
     async def again(self, act: Callable[[Tx], Awaitable[T]], *, generic_plan: bool = False) -> T:
-        """Run `act` in a transaction; a deadlock or serialisation failure is tried anew, three times in all."""
+        """Run `act`, which changes rows by their keys, in a transaction; a deadlock or serialisation failure is tried
+        anew, three times in all."""
         for attempt in range(3):
             try:
-                async with self.begin(generic_plan=generic_plan) as tx:
+                async with self.begin(generic_plan=generic_plan, by_key=True) as tx:
                     return await act(tx)
             except Unavailable as refusal:
                 cause = refusal.__cause__
@@ -390,12 +401,13 @@ class Own:
     async def run(self, act: Callable[[Tx], Awaitable[T]]) -> T:
         """What `act` answers; its facts are told.
 
-        Raises NotConnected (nothing was done), OutcomeUnknown (lost on the way), PartlyDone (a statement after the
-        first one failed, and the first was a transaction of its own), or what `act` raised, with nothing done.
+        Raises NotConnected (nothing was done), OutcomeUnknown (lost on the way), PartlyDone (something failed after a
+        statement that was a transaction of its own), or what `act` raised, with nothing done.
         """
         connection = await self._alive()
         tx = Tx(connection, self._db._prepare)
         split = self._db._begin == "BEGIN"
+        tx.whole = not split
         try:
             with _Deadline(connection, self._db._answer_within):
                 if split:
@@ -414,8 +426,7 @@ class Own:
                     "The connection was lost: this may or may not have happened. "
                     "Repeat the same call with the same keys."
                 ) from error
-            own = not isinstance(error, (psycopg.Error, Refusal)) and not getattr(error, "nothing_done", False)
-            if split and isinstance(error, Exception) and (tx.statements > 1 or (tx.statements == 1 and own)):
+            if split and tx.answered and isinstance(error, Exception):
                 self._db.publish(tx)
                 raise PartlyDone from error
             raise

@@ -48,9 +48,8 @@ _SICK = ("25", "42", "53", "58")
 
 
 class Beside(Exception):
-    """Raised by a gathered operation that needs a transaction: its calls go beside the lane, still together."""
-
-    nothing_done = True
+    """Raised by a gathered operation that has done nothing and needs a transaction: its calls go beside the lane, still
+    together."""
 
 
 class Lane(Generic[Item, Outcome]):
@@ -90,6 +89,7 @@ class Lane(Generic[Item, Outcome]):
         self._waiting: dict[Hashable, deque[_Call[Item, Outcome]]] = {}
         self._runner: asyncio.Task[None] | None = None
         self._beside: set[asyncio.Task[None]] = set()
+        self._returns: set[asyncio.Task[None]] = set()
         self._beside_at_once = asyncio.Semaphore(BESIDE_AT_ONCE)
         self._closed = False
 
@@ -113,13 +113,14 @@ class Lane(Generic[Item, Outcome]):
             raise
 
     async def close(self) -> None:
-        """End; calls under way get no outcome, those that wait are refused."""
+        """End; calls under way get no outcome, those that wait are refused, what nobody took is handed back."""
         self._closed = True
         tasks = [*self._beside, *([self._runner] if self._runner is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._refuse_waiting(Unavailable("This instance is shutting down."))
+        await asyncio.gather(*self._returns)
         await self._own.aclose()
 
     async def _run(self) -> None:
@@ -158,7 +159,9 @@ class Lane(Generic[Item, Outcome]):
         except OutcomeUnknown as refusal:
             self._refuse(calls, refusal)
         except PartlyDone as error:
-            if self._repeatable:
+            if isinstance(error.__cause__, Beside):
+                self._go_beside(calls, None)
+            elif self._repeatable:
                 self._go_beside(calls, error.__cause__)
             else:
                 self._refuse(calls, OutcomeUnknown("A statement failed after another had gone in."))
@@ -186,7 +189,9 @@ class Lane(Generic[Item, Outcome]):
     def _hand_back(self, item: Item, outcome: Outcome) -> None:
         """In a task of its own: it holds nobody up, and nobody pays for its failure."""
         if self._lost is not None:
-            self._keep(asyncio.ensure_future(self._handed_back(self._lost, item, outcome)))
+            task = asyncio.create_task(self._handed_back(self._lost, item, outcome), name=f"back of lane {self.name}")
+            self._returns.add(task)
+            task.add_done_callback(self._returns.discard)
 
     async def _handed_back(
         self, lost: Callable[[Item, Outcome], Awaitable[None]], item: Item, outcome: Outcome
@@ -195,10 +200,6 @@ class Lane(Generic[Item, Outcome]):
             await lost(item, outcome)
         except Exception as error:
             log.warning("lane %s: what nobody waits for could not be handed back: %s", self.name, error)
-
-    def _keep(self, task: "asyncio.Task[None]") -> None:
-        self._beside.add(task)
-        task.add_done_callback(self._beside.discard)
 
     @staticmethod
     def _refuse(calls: Sequence["_Call[Item, Outcome]"], refusal: Exception) -> None:
@@ -223,7 +224,8 @@ class Lane(Generic[Item, Outcome]):
             log.debug("%d calls of lane %s go each alone: %s", len(calls), self.name, cause)
         for part in [calls] if cause is None else [[call] for call in calls]:
             task = asyncio.create_task(self._serve_beside(part), name=f"beside lane {self.name}")
-            self._keep(task)
+            self._beside.add(task)
+            task.add_done_callback(self._beside.discard)
             # Also one that is ended before it began.
             task.add_done_callback(functools.partial(self._refuse_unanswered, part))
 

@@ -8,9 +8,10 @@ import pytest
 import pytest_asyncio
 
 from app.db import PartlyDone
-from app.errors import OutcomeUnknown
+from app.errors import OutcomeUnknown, Unavailable
+from app.jobs import sql
 from app.jobs.lease import Wish
-from app.jobs.model import ClaimCall
+from app.jobs.model import ClaimCall, NewJob
 from app.lanes import Lane
 from tests.factories import a_job, read
 from tests.harness import wait_until
@@ -148,3 +149,20 @@ async def test_own_tells_an_error_of_ours_after_a_committed_statement_apart(db):
     async with contextlib.aclosing(db.own()) as own:
         with pytest.raises(PartlyDone):
             await own.run(act)
+
+
+async def test_a_holder_that_comes_and_goes_is_the_bad_luck_of_its_own_call(client, monkeypatch):
+    """The holder of a key is never found, as when it is gone each time; what its company inserted is committed."""
+    service = client.app.state.service
+    await client.post("/v1/jobs", json={"queue": "q", "payload": 0, "unique_key": "held"})
+    monkeypatch.setattr(sql, "HOLDERS", f"SELECT * FROM ({sql.HOLDERS}) h WHERE false")
+    jobs = [NewJob("q", "1"), NewJob("q", "2", unique_key="held"), NewJob("q", "3")]
+    outcomes = await asyncio.gather(*[service.enqueues(job) for job in jobs], return_exceptions=True)
+    assert [outcomes[n]["payload"] for n in (0, 2)] == ["1", "3"]
+    assert type(outcomes[1]) is Unavailable
+    answer = await client.post("/v1/jobs", json={"queue": "q", "payload": 2, "unique_key": "held"})
+    assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
+    batch = {"jobs": [{"queue": "q", "payload": 4}, {"queue": "q", "payload": 5, "unique_key": "held"}]}
+    assert (await client.post("/v1/jobs/batch", json=batch)).status_code == 503
+    found = (await client.get("/v1/jobs?queue=q")).json()["jobs"]
+    assert sorted(job["payload"] for job in found) == [0, 1, 3], "of a batch in one transaction nothing is left"

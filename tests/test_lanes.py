@@ -14,7 +14,7 @@ import psycopg
 import pytest
 import pytest_asyncio
 
-from app.db import Database, PartlyDone
+from app.db import Database, NotConnected, PartlyDone
 from app.errors import AttemptEnded, IdempotencyMismatch, LeaseLost, OutcomeUnknown, Unavailable, UniqueKeyHeld
 from app.jobs import intake, lease
 from app.jobs.lease import Wish
@@ -41,7 +41,7 @@ class Watched:
         self.entered.set()
         await self.gate.wait()
         outcomes = await self.operation(tx, items)
-        self.statements.append(tx.statements)
+        self.statements.append(tx.answered)
         return outcomes
 
     @property
@@ -418,11 +418,11 @@ async def test_equal_endings_are_written_once_and_another_is_refused(service, ad
     how = {"result": '"mine"'} if verb == "complete" else {"delay_seconds": 5.0}
     calls = [
         service.endings(ending(job, verb, b"mine", **how)),
-        service.endings(ending(job, verb, b"theirs", **how)),
         service.endings(ending(job, verb, b"mine", **how)),
+        service.endings(ending(job, verb, b"theirs", **how)),
         service.endings(ending(job, verb, b"mine", token=uuid.uuid4(), **how)),
     ]
-    _, (first, different, again, stranger) = await in_one_gather(
+    _, (first, again, different, stranger) = await in_one_gather(
         service.endings, service.endings(ending(other, verb)), calls
     )
     assert first == again
@@ -466,8 +466,11 @@ async def test_a_locked_row_delays_its_own_call_alone(service, admin):
         for job in made:
             tasks[job] = asyncio.create_task(service.heartbeats(beat(job, 500.0)))
             tasks[job].add_done_callback(lambda _, job=job: ended.append(job))
+        began = time.monotonic()
         answers = await asyncio.gather(*(tasks[job] for job in others))
         assert [answer["id"] for answer in answers] == [job.id for job in others]
+        # Not at the end of the statement's time, which is five seconds.
+        assert time.monotonic() - began < 3
         # The lane goes on while the row is still locked and its call waits beside.
         watched = watch(service.heartbeats)
         await service.heartbeats(beat(others[0]))
@@ -744,11 +747,28 @@ async def test_a_dumb_server_is_given_up_soon_after_the_statements_time(database
         await lane.close()
 
 
+async def test_when_nobody_answers_those_who_wait_are_refused_by_one_attempt(database_url, lane_on):
+    """Not one after another, each after an attempt of two seconds of its own."""
+    async with through_proxy(database_url) as (proxy, db):
+        lane = lane_on(echo, on=db, key=lambda item: item)
+        proxy.dumb = True
+        before = len(proxy.ends)
+        outcomes = await asyncio.gather(*(lane(n) for n in range(6)), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [NotConnected] * 6
+        assert [end.gives for end in proxy.ends[before:]].count("call") == 1
+        proxy.speak()
+        assert await lane(7) == ("echo", 7)
+        await lane.close()
+
+
 async def test_a_backend_ended_in_its_commit_is_an_unknown_outcome_and_the_job_is_there_once(postgres_server, lane_on):
     """It waits for a standby that never comes, its commit already written, and is ended there."""
-    server = postgres_server(synchronous_standby_names="nobody", synchronous_commit="local")
+    server = postgres_server(synchronous_commit="local")
     url = server.create_database()
     upgrade(url)
+    server.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
+    server.stop()
+    server.start()
     server.execute(f"ALTER DATABASE {psycopg.conninfo.conninfo_to_dict(url)['dbname']} SET synchronous_commit = on")
     db = Database(url, pool_size=2, statement_timeout=2.0)
     await db.open()
@@ -759,6 +779,9 @@ async def test_a_backend_ended_in_its_commit_is_an_unknown_outcome_and_the_job_i
         # The statement's time-out ends the first such wait with a warning only: it is committed.
         [(pid,)] = await wait_until(lambda: asyncio.to_thread(server.execute, waits), 10)
         server.execute("SELECT pg_terminate_backend(%s)", [pid])
+        # Whatever is sent now does not wait any more.
+        server.execute("ALTER SYSTEM SET synchronous_standby_names = ''")
+        server.execute("SELECT pg_reload_conf()")
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [OutcomeUnknown] * 3
         assert server.execute("SELECT count(*) FROM jobs", url=url) == [(3,)]

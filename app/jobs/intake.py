@@ -37,7 +37,8 @@ async def enqueue(tx: Tx, jobs: Sequence[NewJob], *, place: str = "body.jobs[{}]
     answers: dict[int, dict[str, Any] | Refusal] = {}
     # In key order, so that two batches with the same keys wait for each other in one direction only. Ids are made in
     # the order of the items, which keeps first in first out within a batch.
-    keys = [(job.queue, job.idempotency_key or "", job.unique_key or "") for job in jobs]
+    # The unique key first: it is what others share; of idempotency keys a good producer gives each job its own.
+    keys = [(job.queue, job.unique_key or "", job.idempotency_key or "") for job in jobs]
     left = sorted(range(len(jobs)), key=keys.__getitem__)
     for _ in range(3):
         rows = {row["id"]: row for row in await tx.rows(sql.ENQUEUE, _columns([(ids[i], jobs[i]) for i in left]))}
@@ -66,7 +67,17 @@ async def enqueue(tx: Tx, jobs: Sequence[NewJob], *, place: str = "body.jobs[{}]
         left = [index for index in left if index not in answers]
         if not left:
             return [answers[index] for index in range(len(jobs))]
-    raise Unavailable("The holder of a key came and went while this was enqueued; try again.")
+        if tx.whole and len(jobs) > 1:
+            # What is in holds later keys: to go back for an earlier one would be crosswise. All of it anew.
+            raise Unavailable(_CAME_AND_WENT) from pg.SerializationFailure()
+    if tx.whole:
+        raise Unavailable(_CAME_AND_WENT)
+    # What is in is committed; only these had no luck.
+    answers |= {index: Unavailable(_CAME_AND_WENT) for index in left}
+    return [answers[index] for index in range(len(jobs))]
+
+
+_CAME_AND_WENT = "The holder of a key came and went while this was enqueued; try again."
 
 
 _NEW: dict[str, Any] = {

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from tests.reliability.history import ENDINGS, OK, OUTCOME_OF, REJECTED, UNKNOWN, Event, Final, Held, ReadOut, Violation
 
 FREE_RELEASES = 10
+BY_FORCE = ("cancelled", "requeued")
+"""How an attempt ends that an operator takes away, whatever is left of its lease."""
 
 
 class _Job:
@@ -20,6 +22,9 @@ class _Job:
 
     def __init__(self) -> None:
         self.claims: dict[int, Held] = {}
+        self.told: dict[int, tuple[float, float]] = {}
+        """By fence: when its claim was sent and when it was answered, by the callers' clock. An instant of the database
+        is of a transaction's beginning; of two that ran at once it does not tell which came first."""
         self.calls: dict[str, list[Event]] = defaultdict(list)
         """By token: heartbeats and endings."""
 
@@ -46,7 +51,7 @@ def _check(events: Sequence[Event], read: ReadOut, quiet: bool) -> Iterator[Viol
         if (event.status or 0) >= 500 and event.status != 503:
             yield Violation("I23", event.op, f"answered {event.status}")
     for job_id, job in jobs.items():
-        yield from _order(job_id, job)
+        yield from _order(job_id, job, read.jobs.get(job_id))
         yield from _calls(job_id, job, read.jobs.get(job_id))
         yield from _completion(job_id, job, read.jobs.get(job_id))
     yield from _intake(events, read)
@@ -76,29 +81,34 @@ def _claims(events: Sequence[Event], jobs: dict[str, _Job]) -> Iterator[Violatio
             if owner != (held.job, held.fence):
                 yield Violation("I2", held.job, f"has the token of {owner} at fence {held.fence}")
             known = jobs[held.job].claims.setdefault(held.fence, held)
+            jobs[held.job].told.setdefault(held.fence, (event.sent, event.received))
             if known.token != held.token or known.worker != held.worker:
                 yield Violation("I1", held.job, f"fence {held.fence} was given to {known.worker} and {held.worker}")
 
 
-def _order(job_id: str, job: _Job) -> Iterator[Violation]:
+def _order(job_id: str, job: _Job, final: Final | None) -> Iterator[Violation]:
     ordered = [job.claims[fence] for fence in sorted(job.claims)]
+    by_force = {each.fence for each in final.attempts if each.outcome in BY_FORCE} if final else set()
     for first, then in itertools.pairwise(ordered):
-        if then.claimed_at < first.claimed_at:
+        if then.claimed_at < first.claimed_at and job.told[first.fence][1] < job.told[then.fence][0]:
             yield Violation("I2", job_id, f"fence {then.fence} was given before fence {first.fence}")
-        if then.claimed_at < job.latest_lease(first) and not job.may_have_ended(first.token):
+        ended = first.fence in by_force or job.may_have_ended(first.token)
+        if then.claimed_at < job.latest_lease(first) and not ended:
             yield Violation("I1", job_id, f"fence {then.fence} was given while fence {first.fence} had its lease")
     for held in ordered:
         beats = [call for call in job.calls[held.token] if call.op == "heartbeat" and call.answer == OK]
-        beats.sort(key=lambda call: call.at or 0)
-        last = held.expires_at
-        for beat in beats:
+        # By the callers' clock again: of two heartbeats at once the one that began first may come second.
+        known, known_to, told = held.expires_at, 0, sorted(beats, key=lambda call: call.received)
+        for beat in sorted(beats, key=lambda call: call.sent):
             if beat.expires_at is None or beat.at is None:
                 continue
-            if beat.expires_at < last:
+            while told[known_to].received < beat.sent:
+                known = max(known, told[known_to].expires_at or 0)
+                known_to += 1
+            if beat.expires_at < known:
                 yield Violation("I9", job_id, f"a heartbeat of fence {held.fence} made the lease shorter")
             if beat.lease is not None and beat.expires_at < beat.at + beat.lease:
                 yield Violation("I9", job_id, f"a heartbeat of fence {held.fence} got less than it asked for")
-            last = max(last, beat.expires_at)
 
 
 def _calls(job_id: str, job: _Job, final: Final | None) -> Iterator[Violation]:
@@ -144,9 +154,10 @@ def _calls(job_id: str, job: _Job, final: Final | None) -> Iterator[Violation]:
                 # By the callers' clock: between transactions that ran at once the database's instants are of their
                 # beginnings and do not tell which came first.
                 yield Violation("I3", job_id, f"a heartbeat of fence {held.fence} was accepted after its ending")
-            later = [each for fence, each in job.claims.items() if fence > held.fence]
-            if call.at is not None and any(each.claimed_at < call.at for each in later):
-                yield Violation("I3", job_id, f"a stale {call.op} of fence {held.fence} was accepted")
+            for fence, later in job.claims.items():
+                after_it = fence > held.fence and job.told[fence][1] < call.sent
+                if after_it and call.at is not None and later.claimed_at < call.at:
+                    yield Violation("I3", job_id, f"a stale {call.op} of fence {held.fence} was accepted")
 
 
 def _completion(job_id: str, job: _Job, final: Final | None) -> Iterator[Violation]:

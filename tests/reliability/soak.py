@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.reliability import blackbox, claimtime, latency
+from tests.reliability import blackbox, claimtime, latency, mixed
 from tests.reliability.workload import Size
 from tests.schedules import processes
 
-PARTS = ("kills", "reclaim", "claim", "schedules")
+PARTS = ("kills", "mixed", "reclaim", "claim", "schedules")
 
 
 def main(arguments: list[str]) -> int:
@@ -31,6 +31,12 @@ def main(arguments: list[str]) -> int:
     parts, good = given.part or PARTS, True
     if "kills" in parts:
         good &= _kills(seed, given, found)
+    if "mixed" in parts:
+        outcome = mixed.run(seed, jobs=given.jobs, seconds=given.seconds, say=_say)
+        found["mixed"] = outcome.figures
+        for violation in outcome.violations[:50]:
+            print(violation)
+        good &= not outcome.violations
     if "reclaim" in parts:
         found["reclaim"] = latency.run(seed, given.expiries, say=_say)
         good &= all(part["p99_seconds"] <= part["goal_seconds"] for part in found["reclaim"].values())

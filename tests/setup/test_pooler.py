@@ -1,5 +1,7 @@
 """Behind pgbouncer in transaction mode: no prepared statements, no session state; wake-ups by polling or DIRECT_URL."""
 
+import asyncio
+import contextlib
 import os
 import pwd
 import shutil
@@ -15,7 +17,14 @@ import httpx2
 import psycopg
 import pytest
 
-from tests.harness import wait_for
+from app.db import Database
+from app.errors import AttemptEnded, OutcomeUnknown
+from app.jobs import intake, lease
+from app.jobs.model import Beat, ClaimCall, Ending, NewJob
+from app.lanes import Lane
+from app.migrations import upgrade
+from tests.factories import a_job, read
+from tests.harness import wait_for, wait_until
 
 PGBOUNCER = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
 
@@ -24,9 +33,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def pooled(database_url, tmp_path):
-    """The URL of the test's database through a pgbouncer with few server connections."""
+@contextlib.contextmanager
+def pooler(database_url, log):
+    """The URL of a database through a pgbouncer with few server connections."""
     target = psycopg.conninfo.conninfo_to_dict(database_url)
     host, folder = str(target["host"]), Path(tempfile.mkdtemp(prefix="fencepost-pooler-"))
     by_socket = host.startswith("/")
@@ -56,7 +65,6 @@ max_client_conn = 200
         for path in (folder, *folder.iterdir()):
             os.chown(path, uid, -1)
         command = ["setpriv", "--reuid", str(uid), "--clear-groups", *command]
-    log = tmp_path / "pgbouncer.log"
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, cwd=host if by_socket else "/")
     url = f"postgresql://{target['user']}@127.0.0.1:{port}/{target['dbname']}"
@@ -76,6 +84,13 @@ max_client_conn = 200
         process.terminate()
         process.wait()
         shutil.rmtree(folder)
+
+
+@pytest.fixture
+def pooled(database_url, tmp_path):
+    """The test's database through a pgbouncer."""
+    with pooler(database_url, tmp_path / "pgbouncer.log") as url:
+        yield url
 
 
 def enqueue_claim_complete(service, number: int) -> int:
@@ -127,3 +142,99 @@ def test_a_waiter_on_another_instance_is_woken_without_a_listening_connection(se
         jobs, seconds = waiting.result()
     assert len(jobs) == 1
     assert seconds < 15, "woken by polling, not by the end of its time"
+
+
+async def test_lanes_behind_a_pooler(pooled, database_url):
+    """Gathered, each with its own answer; a poisoned job alone; nothing of a statement that failed stays."""
+    db = Database(pooled, pool_size=3, prepared=False)
+    await db.open()
+    gathered = []
+
+    async def heartbeat(tx, beats):
+        gathered.append(len(beats))
+        return await lease.heartbeat(tx, beats)
+
+    lanes = [Lane(db, "enqueue", intake.enqueue), Lane(db, "beat", heartbeat), Lane(db, "end", lease.end)]
+    enqueue, beat, end = lanes
+    admin = psycopg.connect(database_url, autocommit=True)
+    try:
+        admin.execute(
+            """
+            CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+            BEGIN RAISE EXCEPTION 'refused for the test' USING ERRCODE = '23514'; END $$;
+            CREATE TRIGGER refuse BEFORE INSERT ON jobs FOR EACH ROW WHEN (NEW.kind = 'poison')
+            EXECUTE FUNCTION refuse();
+            """
+        )
+        kinds = ["k", "k", "poison", "k"]
+        jobs = [NewJob("q", str(n), kind=kind, unique_key=f"u{n % 2}") for n, kind in enumerate(kinds)]
+        first, second, poisoned, again = await asyncio.gather(*map(enqueue, jobs), return_exceptions=True)
+        assert isinstance(poisoned, psycopg.errors.CheckViolation)
+        assert (first["deduplicated"], second["deduplicated"], again["deduplicated"]) == (False, False, True)
+        assert again["id"] == second["id"]
+
+        async with db.begin() as tx:
+            made = [await a_job(tx, "processing") for _ in range(20)]
+        answers = await asyncio.gather(*(beat(Beat(job.id, job.token, "w", 500.0)) for job in made))
+        assert [answer["id"] for answer in answers] == [job.id for job in made]
+        assert gathered == [20]
+        # All connections of the pooler die. Whoever is the first to find that may be refused, and comes again.
+        admin.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+
+        async def ended():
+            with contextlib.suppress(Exception):
+                return await end(Ending("complete", made[0].id, made[0].token, b"x"))
+
+        first = await ended() or await ended()
+        assert first["status"] == "done"
+        same, other = (
+            Ending("complete", made[0].id, made[0].token, b"x"),
+            Ending("fail", made[0].id, made[0].token, b""),
+        )
+        assert await end(same) == first
+        assert isinstance(await end(other), AttemptEnded)
+        grants = await lease.claim_once(db, ["q"], ClaimCall("w", 9))
+        assert len(grants.jobs) == 2
+        async with db.begin() as tx:
+            assert (await read(tx, made[0]))["status"] == "done"
+    finally:
+        admin.close()
+        for lane in lanes:
+            await lane.close()
+        await db.close()
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+async def test_what_the_pooler_says_of_a_lost_server_is_no_word_of_the_server(postgres_server, tmp_path, prepared):
+    """A backend is ended while it waits for its standby, its commit already written. The pooler then makes an error of
+    its own (08P01), which must not be read as "nothing was done": the job would be enqueued a second time."""
+    server = postgres_server(synchronous_commit="local")
+    url = server.create_database()
+    upgrade(url)
+    server.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
+    server.stop()
+    server.start()
+    server.execute(f"ALTER DATABASE {psycopg.conninfo.conninfo_to_dict(url)['dbname']} SET synchronous_commit = on")
+    with pooler(url, tmp_path / "pgbouncer.log") as pooled_url:
+        db = Database(pooled_url, pool_size=2, statement_timeout=2.0, prepared=False)
+        await db.open()
+        lane = Lane(db, "enqueue", intake.enqueue)
+        if prepared:
+            db._begin = "BEGIN"  # each statement a transaction, as through a pooler of sessions
+        try:
+            task = asyncio.create_task(lane(NewJob("q", "1")))
+            waits = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+            [(pid,)] = await wait_until(lambda: asyncio.to_thread(server.execute, waits), 10)
+            server.execute("SELECT pg_terminate_backend(%s)", [pid])
+            # Whatever is sent now does not wait any more.
+            server.execute("ALTER SYSTEM SET synchronous_standby_names = ''")
+            server.execute("SELECT pg_reload_conf()")
+            [outcome] = await asyncio.gather(task, return_exceptions=True)
+            assert isinstance(outcome, OutcomeUnknown), outcome
+            assert server.execute("SELECT count(*) FROM jobs", url=url) == [(1,)]
+        finally:
+            await lane.close()
+            await db.close()
