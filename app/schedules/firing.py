@@ -26,6 +26,8 @@ class Planned:
     job_id: UUID | None = None
     run_token: UUID | None = None
     skipped: bool = False
+    done: bool = False
+    """The ledger has all that is due; only the time is behind."""
     skip_row: UUID | None = None
     blocked_by: UUID | None = None
     blocking_job: UUID | None = None
@@ -33,7 +35,7 @@ class Planned:
 
     @property
     def fires(self) -> bool:
-        return not self.skipped
+        return not (self.skipped or self.done)
 
 
 @dataclass(slots=True)
@@ -71,8 +73,7 @@ async def fire(tx: Tx, rows: Sequence[dict[str, Any]], *, advance: bool, lease: 
     fired.slots = [plan for plan in fired.slots if plan.slot_id not in held]
     for plan in fired.slots:
         tx.tell("fire", target="task" if plan.run_token is not None else "job")
-        # Of a row that cannot be advanced the same ones would be counted at each of its slots.
-        if plan.due.collapsed and advance:
+        if plan.due.collapsed:
             tx.tell("collapse", count=plan.due.collapsed)
     return fired
 
@@ -81,6 +82,7 @@ async def _hold_back(tx: Tx, plans: Sequence[Planned]) -> None:
     """Overlap `skip`: at most one unfinished run; and nothing while a job of others holds the unique key. Skips in a
     row are one row of the ledger."""
     found: dict[str, dict[str, Any]] = {}
+    plans = [plan for plan in plans if not plan.done]
     keyed = [plan.row for plan in plans if plan.row["unique_key"] is not None]
     if keyed:
         columns = {each + "s": [row[name] for row in keyed] for each, name in _KEYED.items()}
@@ -119,7 +121,11 @@ _KEYED = {"name": "name", "queue": "queue", "key": "unique_key"}
 
 async def _record(tx: Tx, plans: Sequence[Planned], lease: float) -> dict[UUID, float]:
     """The rows of the ledger that are new, with their lateness in seconds."""
-    new = [plan for plan in plans if plan.fires or plan.skip_row is None or plan.skip_row == plan.slot_id]
+    new = [
+        plan
+        for plan in plans
+        if plan.fires or (plan.skipped and (plan.skip_row is None or plan.skip_row == plan.slot_id))
+    ]
     for plan in new:
         if plan.fires and plan.row["task"] is None:
             plan.job_id = new_id()
@@ -173,6 +179,8 @@ async def _advance(tx: Tx, plans: Sequence[Planned]) -> None:
     for plan in plans:
         if plan.skipped and plan.skip_row is None:
             plan.skip_row = plan.slot_id
+        elif plan.done:
+            plan.skip_row, plan.blocked_by = plan.row["skip_row"], plan.row["blocked_by"]
     advanced = await tx.rows(
         sql.ADVANCE,
         {
@@ -208,6 +216,12 @@ def _plan(row: dict[str, Any]) -> Planned:
         slot = grid.latest(cadence, row["now"])
         due = grid.Overdue(slot, slot, slot, 0)
     else:
+        if row["done_until"] is not None:
+            following = grid.next_after(cadence, row["done_until"])
+            if following > row["now"]:
+                due = grid.Overdue(row["done_until"], row["done_until"], row["done_until"], 0)
+                return Planned(row, due, grid.next_after(cadence, row["now"]), done=True)
+            first_due = following
         due = grid.overdue(cadence, min(first_due, row["now"]), row["now"])
     return Planned(row, due, grid.next_after(cadence, row["now"]))
 

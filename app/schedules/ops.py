@@ -253,9 +253,10 @@ async def _resume(tx: Tx, row: dict[str, Any], *, actor: str, reason: str | None
 
 
 def _paused_slots(row: dict[str, Any]) -> tuple[grid.Overdue | None, datetime | None]:
-    """What was not fired while paused, and the next time; nothing for a row that the tick will mark as broken."""
+    """What was not fired while paused, and the next time; nothing for a row that the tick will mark as broken, nor for
+    one whose slot was due before the pause: that one is still owed, and its run stands for those of the pause."""
     first = row["grace_for"] or row["next_run_at"]
-    if first is None or first > row["now"]:
+    if first is None or first > row["now"] or (row["paused_since"] is not None and first <= row["paused_since"]):
         return None, None
     try:
         cadence = read_cadence(row)

@@ -145,7 +145,8 @@ WHERE name = %(name)s AND enabled
 
 RESUME = """
 UPDATE schedules SET enabled = true, paused_by = NULL, paused_reason = NULL, paused_since = NULL,
-    next_run_at = coalesce(%(next_run_at)s, next_run_at), grace_for = NULL, edition = %(edition)s,
+    next_run_at = coalesce(%(next_run_at)s, next_run_at),
+    grace_for = CASE WHEN %(next_run_at)s::timestamptz IS NULL THEN grace_for END, edition = %(edition)s,
     updated_at = fencepost_now()
 WHERE name = %(name)s AND NOT enabled
 """
@@ -225,8 +226,13 @@ WHERE r.id = ANY(ARRAY(
 RETURNING r.schedule AS name
 """
 
+# What the ledger has already of the slots that seem due: of a row that could not be advanced, or was moved back.
+_AS_READ = f"""{SCHEDULE}, s.next_run_at::text AS as_read,
+    (SELECT {_readable("max(l.slot_at)")} FROM schedule_slots l WHERE l.schedule = s.name AND NOT l.manual
+        AND l.slot_at BETWEEN coalesce(s.grace_for, s.next_run_at) AND fencepost_now()) AS done_until"""
+
 _DUE = f"""
-SELECT {SCHEDULE}, s.next_run_at::text AS as_read FROM schedules s
+SELECT {_AS_READ} FROM schedules s
 WHERE s.enabled AND s.next_run_at <= fencepost_now() AND s.edition <> ALL(%(without)s::uuid[])
 ORDER BY s.next_run_at LIMIT %(limit)s"""
 
@@ -237,7 +243,7 @@ DUE_UNLOCKED = _DUE
 
 # By itself, also one whose time could not be repaired.
 ALONE_UNLOCKED = f"""
-SELECT {SCHEDULE}, s.next_run_at::text AS as_read FROM schedules s
+SELECT {_AS_READ} FROM schedules s
 WHERE s.name = %(name)s AND s.enabled AND (s.next_run_at <= fencepost_now() OR {_DAMAGED})"""
 
 ALONE = f"{ALONE_UNLOCKED} FOR UPDATE OF s SKIP LOCKED"

@@ -240,6 +240,41 @@ async def test_without_the_right_to_update_schedules_each_slot_still_fires_once(
             admin.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
+@pytest.mark.parametrize("overlap", ["skip", "allow"])
+async def test_the_ledger_stays_true_while_an_advance_is_refused_and_after(db, clock, database_url, overlap):
+    """Counted from what the ledger has, not from the time that is stuck."""
+    await put(db, "bad", every_seconds=60, overlap=overlap)
+    clock.pass_(60)
+    one = ticker(db)
+    await one.tick()
+    clock.pass_(60)
+    await one.tick()
+    with psycopg.connect(database_url, autocommit=True) as admin:
+        admin.execute(REFUSES.format(how="RAISE EXCEPTION 'no';"))
+        for minute in (3, 4, 4.5, 7, 8):  # two of them while nobody looked
+            clock.set(START + seconds(60 * minute))
+            for aside in one._aside.values():
+                aside.next_try = 0.0
+            await one.tick()
+        before = await read(db, "bad")
+        admin.execute("DROP TRIGGER refuse ON schedules")
+    clock.pass_(1)
+    await ticker(db).tick()
+    healed = await read(db, "bad")
+    assert (healed["next_run_at"], healed["error"]) == (START + seconds(540), None)
+    assert healed["last_fired_at"] == before["last_fired_at"], "that pass fired nothing"
+    clock.set(START + seconds(540))
+    await ticker(db).tick()
+    counts: dict[str, int] = {}
+    for outcome, _, count in await ledger(db, "bad"):
+        counts[outcome] = counts.get(outcome, 0) + count
+    if overlap == "skip":
+        assert counts == {"fired": 1, "skipped_overlap": 8}
+    else:
+        assert counts == {"fired": 7, "collapsed": 2}
+        assert (await read(db, "bad"))["worst_lateness_seconds"] == 0.0
+
+
 async def test_a_task_whose_slot_cannot_be_written_runs_once_a_period_and_process(db, clock, database_url):
     called = []
 
@@ -576,6 +611,32 @@ async def test_resume_goes_on_with_the_next_slot_and_notes_the_paused_ones_once(
     await ticker(db).tick()
     assert await jobs(db) == []
     assert await ledger(db) == [("skipped_paused", START + seconds(600), 10)]
+
+
+async def test_what_was_owed_before_a_pause_is_still_owed_after_it(db, clock):
+    """A slot in its grace after an outage, and one that was due and not yet fired."""
+    await put(db, cron="0 12 * * *")
+    await put(db, "quick", every_seconds=60)
+    await started(db).tick()
+    clock.pass_(86400 + 10)
+    await started(db).tick()
+    graced = await read(db)
+    assert graced["grace_for"] == START + DAY
+    await put(db, "late", every_seconds=60)
+    clock.pass_(60)  # due, and nobody has looked yet
+    for name in ("s", "quick", "late"):
+        async with db.begin() as tx:
+            await ops.pause(tx, name, actor="a", reason=None, tolerance=5.0)
+    clock.pass_(1)
+    for name in ("s", "quick", "late"):
+        async with db.begin() as tx:
+            await ops.resume(tx, name, actor="a", reason=None, tolerance=5.0)
+    row = await read(db)
+    assert (row["grace_for"], row["next_run_at"]) == (graced["grace_for"], graced["next_run_at"])
+    await ticker(db).tick()
+    assert await jobs(db) == [START + DAY]
+    assert len(await jobs(db, "late")) == len(await jobs(db, "quick")) == 1
+    assert "skipped_paused" not in [outcome for outcome, _, _ in await ledger(db)]
 
 
 async def test_resume_of_one_that_is_not_paused_takes_no_slot_away(db, clock):
