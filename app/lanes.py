@@ -226,7 +226,7 @@ class Lane(Generic[Item, Outcome]):
             task = asyncio.create_task(self._serve_beside(part), name=f"beside lane {self.name}")
             self._beside.add(task)
             task.add_done_callback(self._beside.discard)
-            # Also one that is ended before it began.
+            # One that was ended, perhaps before it began.
             task.add_done_callback(functools.partial(self._refuse_unanswered, part))
 
     async def _serve_beside(self, calls: list["_Call[Item, Outcome]"]) -> None:
@@ -239,9 +239,6 @@ class Lane(Generic[Item, Outcome]):
                 self._go_beside(calls, error)
             else:
                 self._refuse(calls, error)
-        except BaseException:
-            self._refuse(calls, OutcomeUnknown("This instance ended before the outcome was known."))
-            raise
         else:
             self._answer(calls, outcomes)
 

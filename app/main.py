@@ -29,9 +29,9 @@ from app.schedules.tasks import Runs, built_in
 from app.schedules.tick import Ticker, tolerance
 from app.settings import Settings
 from app.web.contract import describe
-from app.web.door import App, mount
 from app.web.health import Gauge, health_doors
 from app.web.reference import reference_doors
+from app.web.switch import App, mount
 
 log = logging.getLogger("fencepost")
 

@@ -1,4 +1,4 @@
-"""`app.db.array`: what it writes, PostgreSQL reads as the same values."""
+"""`app.arrays.array`: what it writes, PostgreSQL reads as the same values."""
 
 import uuid
 from datetime import UTC, datetime, timedelta, timezone
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.db import array
+from app.arrays import array
 
 AWKWARD = st.sampled_from(
     ["", " ", "NULL", "null", "\\", "\\\\", '"', '\\"', "{}", "{", "}", ",", "a,b", "{a,b}", "'", "\n", "\t", "\r\n",

@@ -7,13 +7,14 @@ APP = Path(__file__).resolve().parents[1] / "app"
 
 FLOORS = {
     0: "__init__ errors settings telemetry",
-    1: "tables",
+    1: "tables arrays",
     2: "db migrations lanes",
     3: "jobs.model jobs.verdict schedules.cadence",
     4: "jobs.sql queues.sql keys.sql audit.record schedules.sql",
     5: "jobs.intake jobs.lease jobs.reclaim jobs.prune jobs.waiting queues.ops keys.ops",
     6: "jobs.epoch jobs.hints schedules.tasks schedules.firing schedules.tick schedules.ops",
-    7: "web.jsontext web.pages web.shapes web.problems web.gate web.door web.contract",
+    7: "web.jsontext web.pages web.shapes web.problems web.gate web.door web.incoming "
+    "web.outgoing web.switch web.contract",
     8: "jobs.schemas jobs.http queues.schemas queues.http schedules.schemas schedules.http web.health web.reference "
     "web.wire loops",
     9: "main devdb demo worker",
@@ -23,6 +24,7 @@ FLOORS = {
 # Within the web's floor the files have an order of their own: reading, shapes, words, gate, door, description.
 STEPS = {
     "web.pages": 0, "web.jsontext": 0, "web.shapes": 1, "web.problems": 2, "web.gate": 3, "web.door": 4,
+    "web.incoming": 5, "web.outgoing": 5, "web.switch": 6,
     "web.contract": 5, "jobs.schemas": 0, "queues.schemas": 0, "serving": 0, "cli": 1, "web.health": 0,
     "lanes": 1, "jobs.http": 1, "queues.http": 1, "web.reference": 1, "loops": 0,
     "cli_schedules": 0,

@@ -8,8 +8,9 @@ from uuid import UUID
 
 from psycopg import errors as pg
 
+from app.arrays import array
 from app.audit.record import record
-from app.db import Database, Tx, array
+from app.db import Database, Tx
 from app.errors import (
     FenceMoved,
     IdempotencyMismatch,

@@ -14,7 +14,8 @@ from uuid import UUID
 
 from psycopg import errors as pg
 
-from app.db import Database, Tx, array
+from app.arrays import array
+from app.db import Database, Tx
 from app.errors import IdempotencyMismatch, LeaseLost, Refusal, Unavailable
 from app.jobs import sql
 from app.jobs.model import Beat, ClaimCall, Ending, new_token, token_digest

@@ -10,7 +10,7 @@ How to use them in a `schemas.py`:
         recovery_policy: Literal["auto", "manual"] = "auto"      # Literal: strict mode takes no text for an Enum
 
 Numbers are strict (spec 8): text, booleans and `1.0` for an integer are refused. Query models use the same types;
-`web/door.py` turns the text of a query into numbers and booleans before they are validated.
+`web/incoming.py` turns the text of a query into numbers and booleans before they are validated.
 This module must never know a capability.
 """
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from app.web.door import REPLY, WHEN_GONE
 from app.web.problems import MEDIA_TYPE, MalformedRequest, problem
 
 HEAD_BYTES = 64 * 1024
@@ -28,7 +29,6 @@ HELD_BYTES = 64 * 1024
 """What is read behind a request that is queued; with more the reading stops until that request begins."""
 
 
-REPLY, WHEN_GONE = "fencepost.reply", "fencepost.when-gone"
 Reply = Callable[[int, bytes, bytes], bool]
 """Status, header lines (each with its line end) and body of a whole answer; False: not taken, use ASGI messages."""
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from app.errors import KeyRejected, LeaseLost
 from app.keys.ops import KEYLESS, Caller
 from app.web.contract import describe
-from app.web.door import MIB, Answer, App, Call, Doors, mount
+from app.web.door import MIB, Answer, Call, Doors
 from app.web.health import health_doors
 from app.web.reference import reference_doors
 from app.web.shapes import (
@@ -26,6 +26,7 @@ from app.web.shapes import (
     Strict,
     Whole,
 )
+from app.web.switch import App, mount
 
 TOKEN = "0190a5b2-7c41-7b3e-9d52-5f7f3d9d2c11"
 

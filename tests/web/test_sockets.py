@@ -10,7 +10,7 @@ import time
 import pytest
 import uvicorn
 
-from app.web import door, wire
+from app.web import incoming, outgoing, wire
 from tests.web.stand_in import make_app
 
 GOOD = json.dumps({"queue": "q", "payload": 1}).encode()
@@ -136,8 +136,8 @@ def test_an_expectation_is_not_met_for_a_body_too_large(port):
 
 
 def test_a_slow_body_is_ended(port, monkeypatch):
-    monkeypatch.setattr(door, "BODY_SECONDS", 0.3)
-    monkeypatch.setattr(door, "LINGER_SECONDS", 0.1)
+    monkeypatch.setattr(incoming, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(outgoing, "LINGER_SECONDS", 0.1)
     answer = exchange(port, head("Content-Length: 1000"), b"{", b'"', pause=0.05)
     assert status(answer) == 408
     assert b"connection: close" in answer.lower()
